@@ -1,0 +1,1 @@
+"""One folder an engine: the only code that knows that engine."""

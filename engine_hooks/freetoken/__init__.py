@@ -1,0 +1,1 @@
+"""The hook of FreeToken (``ft serve``, ``freetoken.llm.LLM``)."""

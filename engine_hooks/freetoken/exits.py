@@ -1,0 +1,74 @@
+"""How ``ft serve`` ends when the probe stopped its start: by exit status, in bounded time, leaving nothing behind.
+
+Without this the engine sends itself SIGTERM after a worker's death, which systemd reads as a clean stop.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from types import FrameType, ModuleType
+from typing import Any
+
+from prefill_probe.faults import EX_SOFTWARE, exit_status_of
+
+# After the engine's own grace period: how long an orderly shutdown may take before it is cut short.
+_SHUTDOWN_SECONDS = 2.0
+
+
+def wrap(module: ModuleType) -> None:
+    """Wrap ``run_api_server`` and ``_exit_after_backend_death`` of ``freetoken.server.api_server``."""
+    server: Any = module
+    run, exit_after = server.run_api_server, server._exit_after_backend_death
+
+    def status() -> int | None:
+        """The exit status that the probe asks for; None if this is not the probe's doing."""
+        state = server._GLOBAL_STATE
+        text = getattr(state, "fatal_error", None)
+        if text and (found := exit_status_of(text)) is not None:
+            return found
+        # A rank that the watchdog ended could report no text.
+        codes = [getattr(process, "exitcode", None) for process in getattr(state, "backend_processes", ())]
+        return EX_SOFTWARE if EX_SOFTWARE in codes else None
+
+    @functools.wraps(run)
+    def run_api_server(*args: Any, **kwargs: Any) -> Any:
+        previous = signal.getsignal(signal.SIGTERM)
+
+        def on_sigterm(signum: int, frame: FrameType | None) -> None:
+            # uvicorn raises the signal again once it has shut down: here the engine would die by it.
+            code = status()
+            if code is None:
+                signal.signal(signum, previous or signal.SIG_DFL)
+                signal.raise_signal(signum)
+                return
+            _reap(server)
+            raise SystemExit(code)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+        return run(*args, **kwargs)
+
+    @functools.wraps(exit_after)
+    def exit_after_backend_death(grace_s: float) -> Any:
+        code = status()
+        if code is not None:
+            threading.Thread(target=cut_short, args=(grace_s, code), daemon=True).start()
+        return exit_after(grace_s)
+
+    def cut_short(grace_s: float, code: int) -> None:
+        """A client that holds its connection open must not keep a dead server alive."""
+        time.sleep(grace_s + _SHUTDOWN_SECONDS)
+        _reap(server)
+        os._exit(code)
+
+    server.run_api_server, server._exit_after_backend_death = run_api_server, exit_after_backend_death
+
+
+def _reap(server: Any) -> None:
+    processes = list(getattr(server._GLOBAL_STATE, "backend_processes", ()))
+    server._terminate_backend_workers(processes)
+    server._reap_backend_workers(processes, timeout=1.0)

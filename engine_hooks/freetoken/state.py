@@ -1,0 +1,89 @@
+"""What a chunk changes in the scheduler, noted before it and put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# Free lists that a pool keeps as a tensor or a list; the engine replaces the tensors and edits the lists.
+_FREE_LISTS = ("free_slots", "_free_slots", "_swa_free", "_free")
+
+
+class Before:
+    """The scheduler's bookkeeping at an idle moment.
+
+    The free lists' tensors are never edited in place by the engine (it slices and concatenates), so keeping the
+    object is keeping its content, order included; Python lists are copied. Page-table and token-pool rows are copied
+    to host memory, so that nothing is added to what is being measured.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        import torch
+
+        self._scheduler = scheduler
+        self._lists = [(owner, name, _kept(getattr(owner, name))) for owner, name in _free_lists(scheduler)]
+        self._pending = list(scheduler.prefill_manager.pending_list)
+        self._iteration = scheduler._forward_iter
+        self._rows = list(scheduler.table_manager._free_slots)
+        device = scheduler.device
+        self._rng = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+        # Rows are empty at the end of a boot; keep what is there all the same.
+        self._saved_rows: dict[int, tuple[Any, Any]] = {}
+
+    def keep_rows(self, count: int) -> None:
+        """Note the page-table and token-pool rows that the next ``count`` requests will get."""
+        tables = self._scheduler.table_manager
+        for row in tables._free_slots[-count:]:
+            if row not in self._saved_rows:
+                self._saved_rows[row] = (tables.page_table[row].cpu(), self._scheduler.token_pool[row].cpu())
+
+    def restore(self, reqs: list[Any]) -> None:
+        """Give back everything that ``reqs`` hold, and put the bookkeeping back as it was noted.
+
+        The device must be idle. ``reqs`` are the requests of the chunk that ran or failed.
+        """
+        import torch
+
+        scheduler = self._scheduler
+        cache = scheduler.cache_manager
+        pool = scheduler.engine.linear_state_pool
+        for req in reqs:
+            if req.cache_handle is not None:
+                cache.unlock(req.cache_handle)
+            if cache.swa_pool is not None and getattr(cache.swa_pool, "swa_paged", False):
+                page = cache.page_size
+                end = -(-req.device_len // page) * page
+                cache.swa_pool.free_swa(scheduler.table_manager.page_table[req.table_idx, :end])
+            if pool is not None:
+                slots = list(req.mamba_ping_pong or ())
+                slots.append(req.linear_slot_idx if req.linear_slot_idx is not None else req.table_idx)
+                pool.clear_slots(slots)
+        for owner, name, value in self._lists:
+            setattr(owner, name, list(value) if isinstance(value, list) else value)
+        for row, (pages, tokens) in self._saved_rows.items():
+            scheduler.table_manager.page_table[row].copy_(pages)
+            scheduler.token_pool[row].copy_(tokens)
+        scheduler.prefill_manager.pending_list = list(self._pending)
+        scheduler._forward_iter = self._iteration
+        if scheduler.engine.moe_offload_cache is not None:
+            scheduler.engine.moe_offload_cache.reset()
+        torch.set_rng_state(self._rng[0])
+        torch.cuda.set_rng_state(self._rng[1], scheduler.device)
+        torch.cuda.synchronize(scheduler.device)
+
+
+def _kept(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _free_lists(scheduler: Any) -> Iterator[tuple[Any, str]]:
+    """Every free list of the scheduler's managers and pools, as (owner, attribute)."""
+    swa_pool = scheduler.cache_manager.swa_pool
+    owners = [scheduler.cache_manager, scheduler.table_manager, scheduler.engine.linear_state_pool, swa_pool]
+    # DeepSeek-V4's pools keep their free lists one object down.
+    owners += [value for value in vars(swa_pool).values() if hasattr(value, "__dict__")] if swa_pool is not None else []
+    for owner in owners:
+        for name in _FREE_LISTS:
+            # As an instance attribute: a method of the same name (CacheManager._free) is not a list.
+            if owner is not None and name in vars(owner):
+                yield owner, name

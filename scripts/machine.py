@@ -1,0 +1,240 @@
+"""What the acceptance scripts share: a smaller card, a server under test, and the evidence file.
+
+Standard library only on this side; the ballast process uses torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EVIDENCE = REPOSITORY / "docs" / "evidence"
+
+# The ballast: holds all but N bytes of the card, and samples free memory while it does.
+_BALLAST = r"""
+import sys, threading, time, torch
+keep = int(sys.argv[1])
+torch.cuda.init(); torch.empty(1, device="cuda")
+torch.cuda.mem_get_info()
+held = []
+def hold(keep):
+    held.clear(); torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    while free > keep + (2 << 20):
+        held.append(torch.empty(min(free - keep, 8 << 30) // (2 << 20) * (2 << 20), dtype=torch.uint8, device="cuda"))
+        free = torch.cuda.mem_get_info()[0]
+if keep > 0:
+    hold(keep)
+lowest = [torch.cuda.mem_get_info()[0]]
+def sample():
+    while True:
+        lowest[0] = min(lowest[0], torch.cuda.mem_get_info()[0]); time.sleep(0.001)
+threading.Thread(target=sample, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    word, _, rest = line.strip().partition(" ")
+    if word == "reset":
+        lowest[0] = torch.cuda.mem_get_info()[0]
+    elif word == "hold":
+        hold(int(rest))
+    print(torch.cuda.mem_get_info()[0], lowest[0], flush=True)
+"""
+
+
+class Ballast:
+    """A second process on the card. ``visible_bytes`` is what it leaves to others; 0: it holds only its context."""
+
+    def __init__(self, visible_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BALLAST, str(visible_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PREFILL_PROBE": "off"},
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline().strip() != "ready":
+            raise RuntimeError("the ballast process did not start")
+
+    def _ask(self, word: str) -> tuple[int, int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+        free, lowest = self._process.stdout.readline().split()
+        return int(free), int(lowest)
+
+    def free(self) -> int:
+        """Free bytes on the device now."""
+        return self._ask("read")[0]
+
+    def reset(self) -> int:
+        """Start to look for the lowest free memory; returns free bytes now."""
+        return self._ask("reset")[0]
+
+    def lowest(self) -> int:
+        """The lowest free memory, sampled every millisecond, since ``reset``."""
+        return self._ask("read")[1]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Server:
+    """An ``ft serve`` in a process group of its own, its log in a list of (seconds, line)."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None, port: int = 19190) -> None:
+        self.port = port
+        self.command = [sys.executable, "-m", "freetoken.cli", "serve", *arguments, "--port", str(port)]
+        self.started = time.monotonic()
+        self.log: list[tuple[float, str]] = []
+        self._process = subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.log.append((time.monotonic() - self.started, line.rstrip("\n")))
+
+    def text(self) -> str:
+        """The log so far."""
+        return "\n".join(line for _, line in list(self.log))
+
+    def seconds_of(self, pattern: str) -> float | None:
+        """Seconds after the start when a line first matched ``pattern``."""
+        return next((at for at, line in list(self.log) if re.search(pattern, line)), None)
+
+    def health(self) -> dict[str, Any]:
+        """The body of /health; empty while nothing answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as response:
+                return dict(json.load(response))
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(ValueError):
+                return dict(json.load(error))
+        except OSError:
+            pass
+        return {}
+
+    def wait(self, seconds: float, *, until_ready: bool) -> str:
+        """``"ready"``, ``"ended"`` or ``"late"``, whichever comes first."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                return "ended"
+            if until_ready and self.seconds_of("API server is ready to serve") is not None:
+                return "ready"
+            time.sleep(0.1)
+        return "late"
+
+    def generate(self, prompt: str, max_tokens: int, timeout: float = 120) -> dict[str, Any]:
+        """One completion: ``ok``, ``seconds`` and the raw text or the error."""
+        body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/generate", body, {"Content-Type": "application/json"}
+        )
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read().decode()
+            ok = True
+        except (OSError, ValueError) as error:
+            text, ok = repr(error), False
+        return {"ok": ok, "seconds": round(time.monotonic() - began, 3), "text": text[-300:]}
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status; negative: by signal; None while it runs."""
+        return self._process.poll()
+
+    def children_left(self) -> list[str]:
+        """Processes of the server's session that are still there."""
+        found = subprocess.run(
+            ["ps", "-o", "pid=,stat=,args=", "-s", str(self._process.pid)], capture_output=True, text=True, check=False
+        ).stdout
+        return [line for line in found.splitlines() if line.strip() and " Z" not in line]
+
+    def stop(self) -> int | None:
+        """SIGTERM, then SIGKILL to the group; returns the exit status."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+@contextlib.contextmanager
+def server(arguments: list[str], environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that is gone when the block ends."""
+    one = Server(arguments, environment)
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def prompt_of(tokens: int, seed: int) -> str:
+    """A prompt of ``tokens`` tokens of the toy tokenizer, random but always the same for a seed."""
+    pick = random.Random(seed)
+    return " ".join(f"w{pick.randrange(32000)}" for _ in range(tokens))
+
+
+def versions() -> dict[str, Any]:
+    """What was measured on what."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for name in ("freetoken", "torch", "triton", "transformers", "prefill-probe"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found["gpu"], found["driver"] = [
+            part.strip()
+            for part in subprocess.run(
+                ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split(",")[:2]
+        ]
+    return found
+
+
+def write_evidence(name: str, document: dict[str, Any], directory: Path | None = None) -> Path:
+    """Write ``name``.json: date, script, versions, and what was measured."""
+    path = (directory or EVIDENCE) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "script": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]),
+        "versions": versions(),
+    }
+    path.write_text(json.dumps(head | document, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,131 @@
+"""The Engine protocol: what a host offers the probe, and the small records that cross it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from prefill_probe.meter import Meter
+from prefill_probe.shape import Limits, Shape
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What is probed; every part goes into the record as it is.
+
+    Attributes:
+        engine: name, version.
+        model: path, architecture, layers, hidden_size, experts, experts_per_token, quantization.
+        gpu: name, capability, total_bytes, driver, wsl, unified.
+        flags: the engine's flags as given, without defaults.
+        versions: of torch, triton and others that shape the need.
+    """
+
+    engine: dict[str, str]
+    model: dict[str, Any]
+    gpu: dict[str, Any]
+    flags: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool whose size was given by flag, so that a smaller value gives headroom.
+
+    Attributes:
+        flag: its name; ``value`` what was given.
+        unit_bytes: what one unit of the value takes.
+        step: a smaller value is a multiple of it.
+        floor: the engine accepts none below.
+    """
+
+    flag: str
+    value: int
+    unit_bytes: int
+    step: int = 1
+    floor: int = 1
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How the engine's planner shared out the memory, and which flags govern it.
+
+    Attributes:
+        memory_ratio: the share that the planner may use; None where the engine has no such flag.
+        free_before_load_bytes: what the ratio is a share of.
+        ratio_governs: whether another ratio changes the headroom (not so where all pools have explicit sizes).
+        chunk_governs: whether ``--max-prefill-length`` changes the chunk.
+        pools: the pools whose sizes were given by flag, where no other pool would take what they give up.
+    """
+
+    memory_ratio: float | None
+    free_before_load_bytes: int
+    ratio_governs: bool
+    chunk_governs: bool
+    pools: tuple[Pool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Pool sizes that the engine's planner gives for a memory ratio.
+
+    Attributes:
+        kv_tokens: capacity of the KV pool.
+        expert_slots: slots of the expert cache; None where the model has none.
+        pool_bytes: what both take.
+    """
+
+    kv_tokens: int
+    expert_slots: int | None
+    pool_bytes: int
+
+
+class PlanRefused(Exception):
+    """The engine's planner does not accept a memory ratio; the text is the planner's."""
+
+
+class Engine(Protocol):
+    """A host under probe, idle, after it has captured its CUDA graphs.
+
+    ``run`` may be called many times; ``settle`` once, at the end.
+    """
+
+    meter: Meter
+
+    def identity(self) -> Identity:
+        """What is probed."""
+
+    def limits(self) -> Limits:
+        """What bounds a chunk."""
+
+    def budget(self) -> Budget:
+        """How memory was planned."""
+
+    def plan(self, memory_ratio: float) -> Geometry:
+        """The pools that the planner would make for another ratio.
+
+        Raises:
+            PlanRefused: it would make none.
+        """
+
+    def run(self, shape: Shape) -> Shape:
+        """Run one chunk through the engine's own kernels and give back what it took.
+
+        Returns:
+            the shape that the scheduler really issued, which may hold fewer tokens.
+
+        Raises:
+            whatever the engine raises. The engine is idle again and can run the next shape, unless the error says
+            that the device is lost.
+        """
+
+    def site(self, error: BaseException) -> str:
+        """Where in the engine ``error`` was raised, in a person's words; empty if unknown."""
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every rank, in rank order; ``[value]`` without tensor parallelism."""
+
+    def settle(self) -> None:
+        """Leave everything as it was before the first ``run``."""

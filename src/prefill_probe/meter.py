@@ -1,0 +1,134 @@
+"""The meter: the one owner of memory statistics.
+
+Two ledgers are read, and neither is enough alone.
+
+* **allocator**: what the caching allocator handed out (``allocated``) and what it took from the device to do so
+  (``reserved``, which granularity and fragmentation make larger). Exact, and this process's own.
+* **device**: free memory. Kernels' modules, handles and graphs are only here, but so are the neighbours.
+
+Worked example, in MiB, of one warm chunk on a 16 GiB card:
+
+    idle        reserved 13,900   device used 14,700   -> other than the allocator: 800
+    peak        reserved 15,582
+    afterwards  reserved 13,900   device used 14,712   -> other than the allocator: 812 (a module was loaded)
+
+    transient   reserved 15,582 - 13,900 = 1,682
+                device   1,682 + (812 - 800)  = 1,694
+
+So the device transient is the allocator's reserved transient plus what grew outside of it: the peak between two
+readings is known exactly, with no sampling, and a neighbour's own allocations show only in the second part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Memory at one idle moment, in bytes.
+
+    Attributes:
+        allocated_bytes: handed out by the allocator.
+        reserved_bytes: taken from the device by the allocator.
+        free_bytes: free on the device.
+        total_bytes: of the device.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def other_bytes(self) -> int:
+        """Used on the device, but not by this process's allocator: modules, handles, graphs, neighbours."""
+        return self.total_bytes - self.free_bytes - self.reserved_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the process can still obtain: free on the device, or held by the allocator and unused."""
+        return self.free_bytes + self.reserved_bytes - self.allocated_bytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A transient: peak minus idle, in bytes, in both ledgers."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+
+
+class Measured:
+    """What ``Meter.measure`` fills in when its block ends, also when the block raised.
+
+    Attributes:
+        peak: the transient over the reading that the block began with.
+        seconds: wall time of the block, the device's work included.
+    """
+
+    peak: Peak = Peak(0, 0, 0)
+    seconds: float = 0.0
+
+
+class Meter(Protocol):
+    """Memory as the probe sees it."""
+
+    def read(self) -> Reading:
+        """Let the device finish, hand unused memory back to it, and read both ledgers."""
+
+    def highest(self) -> Peak:
+        """The allocator's highest totals since its peak statistics were last reset (device: 0, not known)."""
+
+    def measure(self, idle: Reading) -> AbstractContextManager[Measured]:
+        """Context manager around one chunk; yields a ``Measured``. ``idle`` is the last ``read``."""
+
+    def forget_peaks(self) -> None:
+        """Reset the peak statistics, so that the probe's own peak is not taken for the engine's."""
+
+
+class CudaMeter:
+    """The meter of one CUDA device of this process (``torch.cuda``; source: the caching allocator's statistics)."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._device = device
+
+    def read(self) -> Reading:
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        free, total = self._cuda.mem_get_info(self._device)
+        return Reading(self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device), free, total)
+
+    def highest(self) -> Peak:
+        return Peak(self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device), 0)
+
+    @contextmanager
+    def measure(self, idle: Reading) -> Iterator[Measured]:
+        measured = Measured()
+        self._cuda.reset_peak_memory_stats(self._device)
+        started = time.monotonic()
+        try:
+            yield measured
+            self._cuda.synchronize(self._device)
+        finally:
+            measured.seconds = time.monotonic() - started
+            highest = self.highest()
+            free, total = self._cuda.mem_get_info(self._device)
+            other = total - free - self._cuda.memory_reserved(self._device)
+            reserved = highest.reserved_bytes - idle.reserved_bytes
+            measured.peak = Peak(
+                highest.allocated_bytes - idle.allocated_bytes,
+                reserved,
+                reserved + max(0, other - idle.other_bytes),
+            )
+
+    def forget_peaks(self) -> None:
+        self._cuda.reset_peak_memory_stats(self._device)

@@ -1,0 +1,270 @@
+"""ProbeRecord: the JSON document of one probe, and how it is written and read (docs/record.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+VERDICTS = ("fits", "tight", "does-not-fit", "inconclusive", "fault")
+
+
+class RecordError(ValueError):
+    """A document that is not a record this version can read; the text says why in one line."""
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """A transient in both ledgers, in bytes: allocator (allocated, reserved) and device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class Oom:
+    """An allocation that failed. ``free_bytes`` is the device's free memory at that moment."""
+
+    requested_bytes: int | None
+    free_bytes: int | None
+    site: str
+
+
+@dataclass(frozen=True)
+class ShapeRun:
+    """One run of one shape: ``run`` is cold, warm or virtual; ``outcome`` is ok, oom, fault or timeout."""
+
+    name: str
+    sequences: int
+    new_tokens: int
+    cached_tokens: int
+    run: str
+    outcome: str
+    peak: Ledgers
+    seconds: float
+    tokens_per_second: float | None = None
+    oom: Oom | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens asked for by flag, tokens that the scheduler will really issue, and what capped them."""
+
+    requested: int
+    effective: int
+    capped_by: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory around the probe, in bytes.
+
+    ``free_after_graphs_bytes`` is free memory when the probe began; ``headroom_bytes`` what the process can obtain
+    when idle and warm; ``warmed_bytes`` what the first run left behind for good (modules, handles).
+    ``boot_peak`` is what the engine's own start had peaked at, over the device's whole use, before any reset.
+    """
+
+    free_before_load_bytes: int
+    free_after_graphs_bytes: int
+    headroom_bytes: int
+    margin_bytes: int
+    total_bytes: int
+    warmed_bytes: int = 0
+    boot_peak: Ledgers | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """The transient of the worst shape, in bytes. ``estimated``: extrapolated from smaller shapes, not run."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    shape: str
+    estimated: bool = False
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Flag values that would make the configuration fit; ``was_run`` says whether they were tried."""
+
+    flags: dict[str, Any]
+    was_run: bool
+    peak_bytes: int | None
+    leaves_bytes: int | None
+    cost: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FaultEntry:
+    """What an error was; see ``faults.Fault``."""
+
+    kind: str
+    retryable: bool
+    chunk_helps: bool
+    ratio_helps: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One tensor-parallel rank's part of the verdict."""
+
+    rank: int
+    verdict: str
+    headroom_bytes: int
+    need_bytes: int | None
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """Everything one probe found out. Field by field in docs/record.md; sizes are bytes, times are seconds."""
+
+    created: str
+    verdict: str
+    device: str
+    engine: dict[str, str]
+    model: dict[str, Any]
+    gpu: dict[str, Any]
+    flags: dict[str, Any]
+    versions: dict[str, str]
+    chunk: Chunk
+    memory: Memory
+    need: Need | None
+    shapes: list[ShapeRun]
+    advice: list[Advice]
+    fault: FaultEntry | None
+    ranks: list[Rank]
+    timings: dict[str, float]
+    adapted: dict[str, Any] | None = None
+    schema: int = field(default=SCHEMA)
+
+    def to_json(self) -> str:
+        """The document, indented, with a final newline."""
+        document = dataclasses.asdict(self)
+        first = ("schema", "created", "verdict", "device", "adapted")
+        ordered = {key: document.pop(key) for key in first} | document
+        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ProbeRecord:
+        """A record from its document.
+
+        Raises:
+            RecordError: not JSON, of a newer schema, or a field is missing or of another type.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"not a JSON document: {error}") from None
+        if not isinstance(document, dict) or not isinstance(document.get("schema"), int):
+            raise RecordError("not a prefill-probe record: it has no schema number")
+        if document["schema"] > SCHEMA:
+            raise RecordError(
+                f"schema {document['schema']} is newer than this version reads ({SCHEMA}); update prefill-probe"
+            )
+        record: ProbeRecord = _build(cls, document, "record")
+        if record.verdict not in VERDICTS:
+            raise RecordError(f"record.verdict: {record.verdict!r} is not one of {', '.join(VERDICTS)}")
+        return record
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind`` (a dataclass, a generic or a plain type); unknown keys are left for newer readers."""
+    origin = typing.get_origin(kind)
+    if kind is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        options = typing.get_args(kind)
+        if value is None and type(None) in options:
+            return None
+        return _build(next(option for option in options if option is not type(None)), value, where)
+    if origin is list:
+        if not isinstance(value, list):
+            raise RecordError(f"{where}: expected a list")
+        return [_build(typing.get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise RecordError(f"{where}: expected an object")
+        return {key: _build(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise RecordError(f"{where}: expected an object")
+        hints = typing.get_type_hints(kind)
+        arguments = {}
+        for entry in dataclasses.fields(kind):
+            if entry.name in value:
+                arguments[entry.name] = _build(hints[entry.name], value[entry.name], f"{where}.{entry.name}")
+            elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+                raise RecordError(f"{where}: {entry.name} is missing")
+        return kind(**arguments)  # type: ignore[operator]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RecordError(f"{where}: expected {kind.__name__}")
+    return value
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """Where records are kept: ``$STATE_DIRECTORY`` (of a systemd unit), ``$XDG_STATE_HOME/prefill-probe`` or
+    ``~/.local/state/prefill-probe``."""
+    if unit := environ.get("STATE_DIRECTORY", "").split(":")[0]:
+        return Path(unit)
+    if xdg := environ.get("XDG_STATE_HOME", ""):
+        return Path(xdg) / "prefill-probe"
+    return Path(environ.get("HOME") or Path.home()) / ".local" / "state" / "prefill-probe"
+
+
+def default_report(environ: Mapping[str, str]) -> Path:
+    """The file of the last record of this machine."""
+    return state_directory(environ) / "last.json"
+
+
+def write_record(record: ProbeRecord, path: Path) -> None:
+    """Write ``record`` to ``path``: readable by its owner alone, whole or not at all (write, fsync, rename).
+
+    Raises:
+        OSError: the file cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(record.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:
+        pass  # not every file system can; the record itself is safe
+    finally:
+        os.close(folder)
+
+
+def read_record(path: Path) -> ProbeRecord:
+    """The record in ``path``.
+
+    Raises:
+        RecordError: it cannot be read, or is not a record; the text names the file.
+    """
+    try:
+        return ProbeRecord.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from None
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None

@@ -1,0 +1,1 @@
+"""One record, in the forms that people and programs read."""

@@ -1,0 +1,134 @@
+"""A record as text: the named error, and one line for the log."""
+
+from __future__ import annotations
+
+from prefill_probe.faults import (
+    PrefillFaultError,
+    PrefillInconclusiveError,
+    PrefillOOMError,
+    PrefillProbeError,
+    PrefillTimeoutError,
+)
+from prefill_probe.record import Advice, ProbeRecord, ShapeRun
+from prefill_probe.sizes import gib, mib
+
+
+def error_for(record: ProbeRecord) -> PrefillProbeError | None:
+    """The named error of a record whose verdict stops a start; None for one that lets it go on."""
+    if record.verdict == "does-not-fit":
+        return PrefillOOMError(oom_text(record))
+    if record.verdict == "inconclusive":
+        return PrefillInconclusiveError(fault_text(record))
+    if record.verdict == "fault":
+        kind = PrefillTimeoutError if record.fault and record.fault.kind == "time-out" else PrefillFaultError
+        return kind(fault_text(record))
+    return None
+
+
+def log_line(record: ProbeRecord) -> str:
+    """The verdict in one line."""
+    chunk = f"a prefill chunk of {record.chunk.effective} tokens"
+    if record.need is None:
+        return f"{record.verdict}: {chunk} did not come back"
+    about = "about " if record.need.estimated else ""
+    headroom, need = record.memory.headroom_bytes, record.need.device_bytes
+    line = f"{record.verdict}: {chunk} needs {about}{mib(need)}, headroom {mib(headroom)}"
+    if record.verdict in ("fits", "tight"):
+        line += f", leaves {mib(headroom - need)}"
+    if record.verdict == "tight":
+        line += f" of the {mib(record.memory.margin_bytes)} margin"
+    return f"{line} ({record.timings.get('probe_seconds', 0):.1f} s)"
+
+
+def oom_text(record: ProbeRecord) -> str:
+    """What does not fit, how much is missing, where it failed, and what to type next; one screen."""
+    headroom = record.memory.headroom_bytes
+    lines = ["a full prefill chunk does not fit this GPU.", _row("chunk", _chunk(record))]
+    if record.need is not None:
+        about = "about " if record.need.estimated else ""
+        need = record.need.device_bytes
+        lines.append(
+            _row(
+                "needs",
+                f"{about}{gib(need)}   headroom after CUDA graphs {gib(headroom)}   "
+                f"short {about}{gib(max(0, need - headroom))}",
+            )
+        )
+    else:
+        lines.append(_row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
+    if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
+        lines.append(_row("failed in", _failure(failed)))
+    if len(record.ranks) > 1:
+        bad = [f"rank {rank.rank}" for rank in record.ranks if rank.verdict == "does-not-fit"]
+        lines.append(_row("on", ", ".join(bad)))
+    lines += _advice(record)
+    return "\n".join(lines)
+
+
+def fault_text(record: ProbeRecord) -> str:
+    """A fault that is not a memory shortage: what, where, whether to try again."""
+    lines = ["a full prefill chunk failed, and not for lack of GPU memory.", _row("chunk", _chunk(record))]
+    if record.fault is not None:
+        lines.append(_row("fault", f"{record.fault.kind}: {record.fault.text}"))
+    if failed := next((run for run in reversed(record.shapes) if run.oom and run.oom.site), None):
+        assert failed.oom is not None
+        lines.append(_row("failed in", failed.oom.site))
+    if record.fault is not None and record.fault.chunk_helps:
+        lines.append("A smaller --max-prefill-length avoids it; a --memory-ratio does not.")
+    lines.append("To serve without this check: --prefill-probe off")
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<12} {text}"
+
+
+def _chunk(record: ProbeRecord) -> str:
+    chunk = record.chunk
+    given = f"--max-prefill-length {chunk.requested}"
+    capped = f", capped by {chunk.capped_by}" if chunk.capped_by else ""
+    return f"{chunk.effective} tokens ({given}{capped})"
+
+
+def _failure(run: ShapeRun) -> str:
+    assert run.oom is not None
+    text = run.oom.site or "an unknown place"
+    if run.oom.requested_bytes is not None:
+        text += f", allocating {mib(run.oom.requested_bytes)}"
+    if run.oom.free_bytes is not None:
+        text += f" with {mib(run.oom.free_bytes)} free"
+    if run.oom.requested_bytes == 256 << 20 and run.run == "cold":
+        text += " (cold Triton cache)"
+    return text
+
+
+def _advice(record: ProbeRecord) -> list[str]:
+    possible = [line for line in record.advice if line.peak_bytes is not None]
+    refused = [line for line in record.advice if line.peak_bytes is None]
+    lines = []
+    if possible:
+        lines.append(f"Start again with one of these (not run; calculated from {_measured(record)}):")
+        lines += [_advice_line(line) for line in possible]
+    elif any(run.outcome == "ok" for run in record.shapes):
+        lines.append("No value of one flag alone leaves enough memory; a smaller model or a larger GPU does.")
+    else:
+        lines.append("No chunk fits, not even the smallest: lower --memory-ratio, or free memory on this GPU.")
+    lines += [f"Does not help: {_flags(line)}: {line.reason}" for line in refused]
+    lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
+    return lines
+
+
+def _measured(record: ProbeRecord) -> str:
+    peaks = {run.new_tokens: run.peak.device_bytes for run in record.shapes if run.outcome == "ok"}
+    return ", ".join(f"{tokens} tokens: {mib(peak)}" for tokens, peak in sorted(peaks.items()))
+
+
+def _flags(line: Advice) -> str:
+    return " ".join(f"{flag} {value}" for flag, value in line.flags.items())
+
+
+def _advice_line(line: Advice) -> str:
+    assert line.peak_bytes is not None
+    assert line.leaves_bytes is not None
+    text = f"  {_flags(line):<30} peak about {mib(line.peak_bytes)}, leaves about {mib(line.leaves_bytes)}"
+    return f"{text}   {line.cost}" if line.cost else text

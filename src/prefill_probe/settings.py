@@ -1,0 +1,155 @@
+"""ProbeSettings: what a user can say about the probe, by flag or by environment variable."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefill_probe.sizes import MIB, parse_size
+
+
+class Mode(str, enum.Enum):
+    """What happens when a full chunk does not fit."""
+
+    ENFORCE = "enforce"
+    WARN = "warn"
+    OFF = "off"
+
+
+# Words of the product that this version does not offer yet: refused by name, never ignored.
+_LATER_MODES = ("adapt", "adapt-kv")
+
+
+def parse_mode(text: str) -> Mode:
+    """A mode word.
+
+    Raises:
+        ValueError: an unknown word, or one that this version does not offer yet.
+    """
+    if text in _LATER_MODES:
+        raise ValueError(f"{text!r} is not available in this version; use enforce, warn or off")
+    try:
+        return Mode(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a mode; use enforce, warn or off") from None
+
+
+def parse_seconds(text: str) -> float:
+    """A positive number of seconds.
+
+    Raises:
+        ValueError: not a number, zero, negative or infinite.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def parse_report(text: str) -> Path:
+    """The file that the record goes to.
+
+    Raises:
+        ValueError: an empty path.
+    """
+    if not text:
+        raise ValueError("the path of the report is empty")
+    return Path(text)
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How one probe is run.
+
+    Attributes:
+        mode: what a chunk that does not fit does to the boot.
+        margin_bytes: headroom that must remain after the need for the verdict ``fits``.
+        timeout_seconds: after this long the probe counts as hung.
+        report: file of the record; None is the state directory (``record.default_report``).
+    """
+
+    mode: Mode = Mode.ENFORCE
+    margin_bytes: int = 128 * MIB
+    timeout_seconds: float = 300.0
+    report: Path | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> ProbeSettings:
+        """Settings from ``PREFILL_PROBE`` and its companions; an unset or empty variable means the default.
+
+        Raises:
+            ValueError: a bad value; the message names the variable and what is accepted.
+        """
+        found: dict[str, Any] = {}
+        for option in OPTIONS:
+            text = environ.get(option.variable, "")
+            if not text:
+                continue
+            try:
+                found[option.field] = option.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{option.variable}: {error}") from None
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting as a user meets it: a flag of the engine's command and its environment twin.
+
+    ``default`` is the text that stands for the default in help.
+    """
+
+    flag: str
+    variable: str
+    field: str
+    parse: Callable[[str], Any]
+    metavar: str
+    default: str
+    help: str
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "--prefill-probe",
+        "PREFILL_PROBE",
+        "mode",
+        parse_mode,
+        "{enforce,warn,off}",
+        "enforce",
+        "Run one prefill chunk of the largest size before serving. enforce: a chunk that does not fit stops the "
+        "start with the values to use instead; warn: log it and serve; off: do not probe.",
+    ),
+    Option(
+        "--prefill-probe-margin",
+        "PREFILL_PROBE_MARGIN",
+        "margin_bytes",
+        parse_size,
+        "SIZE",
+        "128MiB",
+        "GPU memory that must stay free after the chunk's peak; less is reported as tight.",
+    ),
+    Option(
+        "--prefill-probe-timeout",
+        "PREFILL_PROBE_TIMEOUT",
+        "timeout_seconds",
+        parse_seconds,
+        "SECONDS",
+        "300",
+        "A probe that takes longer counts as hung: stacks are logged and the start ends.",
+    ),
+    Option(
+        "--prefill-probe-report",
+        "PREFILL_PROBE_REPORT",
+        "report",
+        parse_report,
+        "FILE",
+        "the state directory",
+        "Where the probe's record (JSON) is written.",
+    ),
+)
