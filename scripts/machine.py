@@ -84,6 +84,14 @@ class Ballast:
         """Free bytes on the device now."""
         return self._ask("read")[0]
 
+    def settle(self, seconds: float = 20.0) -> int:
+        """Wait until free memory no longer rises (a process that ended gives its memory back late); returns it."""
+        before, end = -1, time.monotonic() + seconds
+        while (now := self.free()) > before and time.monotonic() < end:
+            before = now
+            time.sleep(0.5)
+        return now
+
     def reset(self) -> int:
         """Start to look for the lowest free memory; returns free bytes now."""
         return self._ask("reset")[0]
@@ -231,7 +239,7 @@ def write_evidence(name: str, document: dict[str, Any], directory: Path | None =
     """Write ``name``.json: date, script, versions, and what was measured."""
     path = (directory or EVIDENCE) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {
+    head: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "script": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]),
         "versions": versions(),

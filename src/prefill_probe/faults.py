@@ -106,7 +106,7 @@ def _rule(
 
 
 _RULES: tuple[_Rule, ...] = (
-    _rule(r"cudaHostRegister|PinFailed|DefaultCPUAllocator|Cannot allocate memory|ENOMEM|MemoryError", "host-memory"),
+    _rule(r"cudaHostRegister|PinFailed|DefaultCPUAllocator|Cannot allocate memory|\bENOMEM\b|\bMemoryError\b", "host-memory"),
     _rule(r"Prefill out of memory|pool exhausted", "token-pool"),
     _rule(r"cache budget too small|Not enough memory for KV cache|moe_cache_size=\d+ is too small", "planner"),
     _rule(r"out of resource: shared memory|OutOfResources.*shared memory", "architecture"),
