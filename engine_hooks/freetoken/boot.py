@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from engine_hooks.freetoken import attach, planner, versions
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from prefill_probe._probe import probe
+from prefill_probe.faults import PrefillFaultError
 from prefill_probe.logs import get_logger
-from prefill_probe.record import ProbeRecord, default_report, write_record
+from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
 from prefill_probe.settings import Mode, ProbeSettings
+from prefill_probe.watch import Marker
 
 
 def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -25,10 +31,7 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         PrefillProbeError: the verdict stops the boot (mode ``enforce``).
     """
     settings = ProbeSettings.from_environ(os.environ)
-    if settings.mode is Mode.OFF:
-        original(scheduler, config, *args, **kwargs)
-        return
-    if not attach.keeps_contract():
+    if settings.mode is Mode.OFF or not attach.keeps_contract():
         original(scheduler, config, *args, **kwargs)
         return
     with planner.tap(config) as noted:
@@ -46,28 +49,94 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
             raise
         # In a rank: the engine is being stopped, and a traceback of ours would only get in the way.
         get_logger().warning("interrupted during the probe")
-        raise SystemExit(130) from None
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -> None:
     log = get_logger()
     primary = bool(scheduler.config.tp_info.is_primary())
-    record = probe(FreeTokenEngine(scheduler, noted), settings, log.debug)
+    engine = FreeTokenEngine(scheduler, noted)
+    report = settings.report or default_report(os.environ)
+    with _marked(engine, settings.mode, primary, log) as wanted:
+        if not wanted:
+            return
+        record = probe(engine, settings, log.debug, lambda hung: _keep_hung(hung, report, log))
     if primary:
-        _keep(record, settings.report or default_report(os.environ), log)
+        _keep(record, report, log)
     error = error_for(record)
     if error is None:
         if primary:
             (log.warning if record.verdict == "tight" else log.info)(log_line(record))
         return
-    if settings.mode is Mode.WARN:
-        if primary:
-            named = f"{type(error).__name__}: {error}"
-            log.error(f"{log_line(record)}; serving all the same (--prefill-probe warn)\n{named}")
-        return
     if primary:
-        log.error(log_line(record))
-    raise error
+        serving = "; serving all the same (--prefill-probe warn)" if settings.mode is Mode.WARN else ""
+        log.error(log_line(record) + serving)
+        if serving:
+            log.error(f"{type(error).__name__}: {error}")
+    if settings.mode is Mode.ENFORCE:
+        raise error from engine.last_fault
+
+
+@contextlib.contextmanager
+def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Iterator[bool]:
+    """Keep a marker on disk while the block runs; yields whether the probe is wanted.
+
+    It is not where an earlier probe of this configuration never came back (in mode ``warn``).
+
+    Raises:
+        PrefillFaultError: the same, in mode ``enforce``.
+    """
+    identity = engine.identity()
+    marker = Marker(
+        state_directory(os.environ),
+        {"model": identity.model, "flags": identity.flags, "gpu": identity.gpu["name"], "engine": identity.engine},
+    )
+    # The first rank looks; all do the same.
+    left = engine.gather(str(marker.left_behind() or "") if primary else "")[0]
+    if left:
+        text = (
+            "an earlier probe of this configuration never came back: its process was killed or the GPU was lost.\n"
+            f"  marker       {left}\n"
+            "It is not repeated by itself. To probe again: remove that file. To serve without it: --prefill-probe off"
+        )
+        if mode is Mode.ENFORCE:
+            raise PrefillFaultError(text)
+        if primary:
+            log.warning(text)
+        yield False
+        return
+    if not primary:
+        yield True
+        return
+    try:
+        marker.set()
+    except OSError as error:
+        log.warning(f"no marker of an unfinished probe could be written: {error}")
+    with _cleared_on_sigterm(marker):
+        try:
+            yield True
+        finally:
+            marker.clear()
+
+
+@contextlib.contextmanager
+def _cleared_on_sigterm(marker: Marker) -> Iterator[None]:
+    """A boot that is stopped during the probe has not been killed by it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def on_sigterm(signum: int, frame: FrameType | None) -> None:
+        marker.clear()
+        signal.signal(signum, previous or signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _keep(record: ProbeRecord, path: Path, log: Any) -> None:
@@ -78,3 +147,9 @@ def _keep(record: ProbeRecord, path: Path, log: Any) -> None:
         log.warning(f"the record could not be written: {error}")
     else:
         log.debug(f"record written to {path}")
+
+
+def _keep_hung(record: ProbeRecord, path: Path, log: Any) -> None:
+    """Log and write the record of a probe that hangs (called from the deadline's thread)."""
+    log.error(f"{type(error_for(record)).__name__}: {error_for(record)}")
+    _keep(record, path, log)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import math
 import platform
@@ -12,6 +14,7 @@ from engine_hooks.freetoken.planner import Planner, PlannerTap
 from engine_hooks.freetoken.sites import site_of
 from engine_hooks.freetoken.state import Before
 from prefill_probe.engine import Budget, Geometry, Identity
+from prefill_probe.faults import classify
 from prefill_probe.meter import CudaMeter, Meter
 from prefill_probe.shape import Limits, Sequence, Shape
 
@@ -39,6 +42,9 @@ class FreeTokenEngine:
         self._given = noted.given
         self._device = scheduler.device
         self._before = Before(scheduler)
+        self._issued: list[int] = []
+        # The error behind a fault, for whoever raises it again; never one that holds tensors.
+        self.last_fault: BaseException | None = None
         self.meter: Meter = CudaMeter(scheduler.device)
 
     # What it is ------------------------------------------------------------------------------------------------
@@ -126,6 +132,7 @@ class FreeTokenEngine:
             raise ValueError("shapes with cached tokens cannot be run yet")
         scheduler = self._scheduler
         self._before.keep_rows(len(shape.sequences))
+        _load_prefix_compare()
         reqs: list[Any] = []
         try:
             with torch.inference_mode():
@@ -136,6 +143,9 @@ class FreeTokenEngine:
                     self._pass(shape, reqs)
             issued = tuple(Sequence(0, length) for length in self._issued)
             return shape if issued == shape.sequences else Shape(shape.name, issued)
+        except Exception as error:
+            self.last_fault = None if classify(error).is_memory else error
+            raise
         finally:
             torch.cuda.synchronize(self._device)
             with torch.inference_mode():
@@ -160,18 +170,25 @@ class FreeTokenEngine:
         output.copy_done_event.synchronize()
 
     def _requests(self, shape: Shape) -> list[Any]:
-        """Requests as the API server would send them, sampled with every stage of the sampler on."""
+        """Requests as the API server would send them.
+
+        The full chunk is sampled with every stage of the sampler on, which takes more memory; smaller ones greedily,
+        so that the first greedy request after the boot finds that path loaded as well.
+        """
         import torch
         from freetoken.core import SamplingParams
         from freetoken.message import UserMsg
 
+        sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
+        if shape.new_tokens < self.limits().budget:
+            sampling = {"temperature": 0.0}
         generator = torch.Generator().manual_seed(SEED)
         vocabulary = int(self._scheduler.config.model_config.vocab_size)
         return [
             UserMsg(
                 uid=_UID - number,
                 input_ids=torch.randint(vocabulary, (sequence.new_tokens,), generator=generator, dtype=torch.int32),
-                sampling_params=SamplingParams(temperature=1.0, top_k=50, top_p=0.95, max_tokens=1),
+                sampling_params=SamplingParams(**sampling, max_tokens=1),
             )
             for number, sequence in enumerate(shape.sequences)
         ]
@@ -196,6 +213,20 @@ class FreeTokenEngine:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         self.meter.forget_peaks()
+
+
+@functools.cache
+def _load_prefix_compare() -> None:
+    """Load the engine's C++ prefix comparison, which is built when first used (measured: 1.9 s, by the first request).
+
+    It needs no GPU memory, and what cannot be loaded is the first request's business, not the verdict's.
+    """
+    import torch
+    from freetoken.kernel import fast_compare_key
+
+    ids = torch.zeros(2, dtype=torch.int32)
+    with contextlib.suppress(Exception):
+        fast_compare_key(ids, ids)
 
 
 def _version(distribution: str) -> str:

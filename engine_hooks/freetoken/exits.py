@@ -14,6 +14,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from prefill_probe.faults import EX_SOFTWARE, exit_status_of
+from prefill_probe.record import state_directory
+from prefill_probe.watch import marker_of
 
 # After the engine's own grace period: how long an orderly shutdown may take before it is cut short.
 _SHUTDOWN_SECONDS = 2.0
@@ -26,13 +28,22 @@ def wrap(module: ModuleType) -> None:
 
     def status() -> int | None:
         """The exit status that the probe asks for; None if this is not the probe's doing."""
+        text = getattr(server._GLOBAL_STATE, "fatal_error", None) or ""
+        return exit_status_of(text)
+
+    def name_the_unfinished() -> None:
+        """A rank that died in the middle of a probe could not say so: its marker does."""
         state = server._GLOBAL_STATE
-        text = getattr(state, "fatal_error", None)
-        if text and (found := exit_status_of(text)) is not None:
-            return found
-        # A rank that the watchdog ended could report no text.
-        codes = [getattr(process, "exitcode", None) for process in getattr(state, "backend_processes", ())]
-        return EX_SOFTWARE if EX_SOFTWARE in codes else None
+        if status() is not None:
+            return
+        for process in getattr(state, "backend_processes", ()):
+            marker = marker_of(state_directory(os.environ), process.pid) if process.exitcode is not None else None
+            if marker is not None:
+                hung = process.exitcode in (EX_SOFTWARE, 1)
+                name = "PrefillTimeoutError" if hung else "PrefillFaultError"
+                how = "hung" if hung else f"ended with status {process.exitcode}"
+                state.fatal_error = f"{name}: the prefill probe {how} and was not finished; marker: {marker}"
+                server.logger.error("%s", state.fatal_error)
 
     @functools.wraps(run)
     def run_api_server(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +65,7 @@ def wrap(module: ModuleType) -> None:
 
     @functools.wraps(exit_after)
     def exit_after_backend_death(grace_s: float) -> Any:
+        name_the_unfinished()
         code = status()
         if code is not None:
             threading.Thread(target=cut_short, args=(grace_s, code), daemon=True).start()

@@ -28,7 +28,6 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     "freetoken.scheduler.cache": {
         "CacheManager.unlock": ("handle",),
         "CacheManager.prefill_chunk_align": None,
-        "CacheManager.check_integrity": (),
     },
     "freetoken.kvcache.linear_state_pool": {
         "LinearStatePool.clear_slots": ("slots",),
@@ -36,7 +35,6 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "freetoken.moe.offload_cache": {"OffloadMoeCache.reset": ()},
     "freetoken.engine.engine": {
-        "Engine._resolve_auto_moe_cache_size": ("config", "banks", "method"),
         "_startup_kv_budget": ("memory_ratio", "init_free_memory", "new_free_memory"),
     },
     "freetoken.engine.cache_budget": {
@@ -56,6 +54,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
             "max_slots",
         ),
     },
+    "freetoken.kernel": {"fast_compare_key": ("x", "y")},
     "freetoken.message": {"UserMsg": None},
     "freetoken.core": {"SamplingParams": None},
 }

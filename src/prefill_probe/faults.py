@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from prefill_probe.sizes import parse_size
+from prefill_probe.sizes import MIB, parse_size
 
 EX_OK, EX_UNAVAILABLE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 69, 70, 75, 78
 
@@ -55,8 +56,9 @@ class Fault:
     """What an error is.
 
     Attributes:
-        kind: ``memory``, ``memory-outside-allocator``, ``host-memory``, ``launch-limit``, ``architecture``,
-            ``kernel-fault``, ``device-lost``, ``driver``, ``planner``, ``token-pool`` or ``unknown``.
+        kind: ``memory``, ``memory-likely``, ``memory-outside-allocator``, ``host-memory``, ``launch-limit``,
+            ``architecture``, ``kernel-fault``, ``device-lost``, ``driver``, ``time-out``, ``planner``,
+            ``token-pool`` or ``unknown``.
         retryable: whether another chunk can be run in this process.
         chunk_helps: whether a smaller chunk avoids it.
         ratio_helps: whether a lower memory ratio avoids it.
@@ -76,65 +78,90 @@ class Fault:
     @property
     def is_memory(self) -> bool:
         """Whether it is a shortage of GPU memory."""
-        return self.kind in ("memory", "memory-outside-allocator")
+        return self.kind in ("memory", "memory-likely", "memory-outside-allocator")
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What is known besides the error's text."""
+
+    stage: str
+    free_bytes: int
+    total_bytes: int
+    wsl: bool
+
+    @property
+    def nearly_full(self) -> bool:
+        """Less than 2 % of the device (at least 256 MiB) is free."""
+        return self.total_bytes > 0 and self.free_bytes < max(self.total_bytes // 50, 256 * MIB)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    pattern: re.Pattern[str]
+    """If ``pattern`` is in the text and ``applies``, the error is of this kind."""
+
     kind: str
-    retryable: bool
-    chunk_helps: bool
-    ratio_helps: bool
-    applies: Callable[[int, int], bool] = lambda free, total: True
+    pattern: re.Pattern[str]
+    retryable: bool = False
+    chunk_helps: bool = False
+    ratio_helps: bool = False
+    note: str = ""
+    applies: Callable[[_Scene], bool] = lambda scene: True
 
 
-def _nearly_full(free: int, total: int) -> bool:
-    return total > 0 and free < max(total // 50, 256 << 20)
+def _rule(kind: str, pattern: str, **more: Any) -> _Rule:
+    return _Rule(kind, re.compile(pattern, re.IGNORECASE), **more)
 
 
-def _rule(
-    pattern: str,
-    kind: str,
-    *,
-    retryable: bool = False,
-    chunk_helps: bool = False,
-    ratio_helps: bool = False,
-    applies: Callable[[int, int], bool] = lambda free, total: True,
-) -> _Rule:
-    return _Rule(re.compile(pattern, re.IGNORECASE), kind, retryable, chunk_helps, ratio_helps, applies)
+_XID = r"Xid(?: *\(PCI[^)]*\))?:? *"
+_MEMORY = {"retryable": True, "chunk_helps": True, "ratio_helps": True}
+_LIBRARY_ALLOC = r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|NCCL.*unhandled cuda error"
 
-
+# Host memory, the engine's own pools and shared memory come first: their texts also speak of memory running out.
 _RULES: tuple[_Rule, ...] = (
-    _rule(r"cudaHostRegister|PinFailed|DefaultCPUAllocator|Cannot allocate memory|\bENOMEM\b|\bMemoryError\b", "host-memory"),
-    _rule(r"Prefill out of memory|pool exhausted", "token-pool"),
-    _rule(r"cache budget too small|Not enough memory for KV cache|moe_cache_size=\d+ is too small", "planner"),
-    _rule(r"out of resource: shared memory|OutOfResources.*shared memory", "architecture"),
-    _rule(r"no kernel image|Rowwise scaling is not currently supported", "architecture"),
-    _rule(r"device lost|Xid 79|fallen off the bus", "device-lost"),
-    _rule(r"illegal memory access|misaligned address|launch failure|device-side assert|Xid 31", "kernel-fault"),
-    _rule(r"invalid configuration|invalid argument", "launch-limit", retryable=True, chunk_helps=True),
+    _rule("host-memory", r"cudaHostRegister|PinFailed|\bpinned? memory\b.*(fail|out of)", note="host memory, not VRAM"),
+    _rule("host-memory", r"DefaultCPUAllocator|Cannot allocate memory|\bENOMEM\b|\bMemoryError\b|\bbad_alloc\b"),
+    _rule("host-memory", r"(killed by )?signal 9\b|\bSIGKILL\b|\bKilled\b$|exit ?code -9\b|oom-kill"),
     _rule(
-        r"CUDA out of memory|\[CUDA\]: out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-        r"|cudaErrorMemoryAllocation",
+        "token-pool", r"Prefill out of memory|(swa|state|kv|LinearState)\w* ?pool exhausted|did not free enough space"
+    ),
+    _rule("planner", r"cache budget too small|not enough memory for KV cache|moe_cache_size=\d+ is too small"),
+    _rule("planner", r"slot cap \d+ below|CacheRebuildRejected"),
+    _rule("architecture", r"out of resources?: *(shared memory|tensor memory|registers)|OutOfResources"),
+    _rule("architecture", r"no kernel image|Rowwise scaling is not currently supported|requires compute capability"),
+    _rule("device-lost", rf"\bdevice (is )?lost\b|{_XID}79\b|fallen off the bus|cudaErrorDevicesUnavailable"),
+    _rule("device-lost", r"unspecified launch failure", applies=lambda scene: scene.stage == "after-power-event"),
+    _rule("kernel-fault", r"illegal (memory access|address|instruction)|misaligned address|launch failure"),
+    _rule("kernel-fault", rf"device-side assert|{_XID}(13|31)\b|cudaErrorIllegalAddress|cudaErrorLaunchFailure"),
+    _rule(
+        "launch-limit",
+        r"(CUDA|Triton|launch|kernel|cu[A-Z]).*invalid (argument|configuration)|cudaErrorInvalid(Value|Configuration)",
+        retryable=True,
+        chunk_helps=True,
+        note="a grid limit (tokens x experts per token)",
+    ),
+    _rule(
         "memory",
-        retryable=True,
-        chunk_helps=True,
-        ratio_helps=True,
+        r"CUDA out of memory|\[CUDA\]: out of memory|CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        r"|cudaErrorMemoryAllocation|cuda runtime error \(2\)",
+        **_MEMORY,
     ),
+    _rule("memory-outside-allocator", _LIBRARY_ALLOC, **_MEMORY, applies=lambda scene: scene.nearly_full),
+    _rule("driver", _LIBRARY_ALLOC, note="a library could not allocate although memory is free"),
     _rule(
-        r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|NCCL.*unhandled cuda error",
-        "memory-outside-allocator",
-        retryable=True,
-        chunk_helps=True,
-        ratio_helps=True,
-        applies=_nearly_full,
+        "memory-likely",
+        r"device not ready|cudaErrorNotReady",
+        **_MEMORY,
+        note="on WSL with the GPU nearly full this stands for running out of memory",
+        applies=lambda scene: scene.wsl and scene.nearly_full and scene.stage != "load",
     ),
-    _rule(r"device not ready|CUDA driver error", "driver"),
+    _rule("driver", r"device not ready|cudaErrorNotReady|CUDA driver error|cudaErrorInitializationError"),
+    _rule("time-out", r"the launch timed out|cudaErrorLaunchTimeout|PrefillTimeoutError|watchdog.*time-?out"),
 )
 
 _TRIED = re.compile(r"Tried to allocate ([\d.]+ ?\w+)")
 _FREE = re.compile(r"of which ([\d.]+ ?\w+) is free")
+_LONGEST_LINE = 300
 
 
 def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
@@ -148,33 +175,30 @@ def _size_in(pattern: re.Pattern[str], text: str) -> int | None:
 def classify(
     error: BaseException | str, *, stage: str = "prefill", free_bytes: int = 0, total_bytes: int = 0, wsl: bool = False
 ) -> Fault:
-    """What ``error`` is, for an exception or for a line of a log.
+    """What ``error`` is, for an exception or for the text of a log.
+
+    The last exception of a chain is judged; ``EngineDeadError``, ``KeyError`` or "Backend worker is gone" are masks
+    over another error and say nothing by themselves.
 
     Args:
         error: an exception, or text.
-        stage: what was going on, in words (``"prefill"``, ``"load"``).
+        stage: what was going on: ``"prefill"`` or ``"load"``.
         free_bytes: free on the device right after the error.
-        total_bytes: of the device.
+        total_bytes: of the device; 0 if unknown, and then nothing is concluded from how full it is.
         wsl: whether the system is WSL2.
     """
     if isinstance(error, BaseException):
         name, message = type(error).__name__, str(error)
-        text = f"{name}: {message}"
-        # torch.OutOfMemoryError is what it says, whatever its text.
-        if name == "OutOfMemoryError" and "DefaultCPUAllocator" not in message:
-            text = f"CUDA out of memory. {text}"
+        line = f"{name}: {message}"
+        # An OutOfMemoryError of torch is what its type says, whatever its text; on the CPU torch raises RuntimeError.
+        text = f"CUDA out of memory: {message}" if name == "OutOfMemoryError" else line
     else:
-        text = error
-    line = text.strip().splitlines()[0][:300] if text.strip() else "no message"
+        text = line = error
+    line = next((part.strip() for part in line.splitlines() if part.strip()), "no message")[:_LONGEST_LINE]
+    scene = _Scene(stage, free_bytes, total_bytes, wsl)
     for rule in _RULES:
-        if rule.pattern.search(text) and rule.applies(free_bytes, total_bytes):
-            return Fault(
-                rule.kind,
-                rule.retryable,
-                rule.chunk_helps,
-                rule.ratio_helps,
-                line,
-                _size_in(_TRIED, text),
-                _size_in(_FREE, text),
-            )
+        if rule.pattern.search(text) and rule.applies(scene):
+            said = f"{line} ({rule.note})" if rule.note else line
+            sizes = _size_in(_TRIED, text), _size_in(_FREE, text)
+            return Fault(rule.kind, rule.retryable, rule.chunk_helps, rule.ratio_helps, said, *sizes)
     return Fault("unknown", False, False, False, line)

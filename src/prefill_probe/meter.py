@@ -27,6 +27,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prefill_probe.neighbours import Load, Neighbours, Nvml
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -51,8 +53,13 @@ class Reading:
 
     @property
     def headroom_bytes(self) -> int:
-        """What the process can still obtain: free on the device, or held by the allocator and unused."""
-        return self.free_bytes + self.reserved_bytes - self.allocated_bytes
+        """What the process can still obtain from the device.
+
+        What the allocator holds unused when idle is not in it: after ``empty_cache`` that is the rest of pages that
+        are in use and the private pools of captured graphs (measured: 90 MiB of 630), which no large block fits into.
+        A transient is counted from the same idle moment, so what it can take from there is in neither.
+        """
+        return self.free_bytes
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,12 @@ class Measured:
     Attributes:
         peak: the transient over the reading that the block began with.
         seconds: wall time of the block, the device's work included.
+        free_bytes: free on the device at the end, which after an error is what it left.
     """
 
     peak: Peak = Peak(0, 0, 0)
     seconds: float = 0.0
+    free_bytes: int = 0
 
 
 class Meter(Protocol):
@@ -84,6 +93,12 @@ class Meter(Protocol):
 
     def highest(self) -> Peak:
         """The allocator's highest totals since its peak statistics were last reset (device: 0, not known)."""
+
+    def neighbours(self) -> Neighbours:
+        """Other processes' memory on the device."""
+
+    def load(self) -> Load:
+        """What the device is doing now; callable from any thread, also while a kernel hangs."""
 
     def measure(self, idle: Reading) -> AbstractContextManager[Measured]:
         """Context manager around one chunk; yields a ``Measured``. ``idle`` is the last ``read``."""
@@ -100,6 +115,7 @@ class CudaMeter:
 
         self._cuda = torch.cuda
         self._device = device
+        self._nvml = Nvml(str(getattr(torch.cuda.get_device_properties(device), "uuid", "")))
 
     def read(self) -> Reading:
         self._cuda.synchronize(self._device)
@@ -109,6 +125,12 @@ class CudaMeter:
 
     def highest(self) -> Peak:
         return Peak(self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device), 0)
+
+    def neighbours(self) -> Neighbours:
+        return self._nvml.neighbours()
+
+    def load(self) -> Load:
+        return self._nvml.load()
 
     @contextmanager
     def measure(self, idle: Reading) -> Iterator[Measured]:
@@ -122,6 +144,7 @@ class CudaMeter:
             measured.seconds = time.monotonic() - started
             highest = self.highest()
             free, total = self._cuda.mem_get_info(self._device)
+            measured.free_bytes = free
             other = total - free - self._cuda.memory_reserved(self._device)
             reserved = highest.reserved_bytes - idle.reserved_bytes
             measured.peak = Peak(

@@ -127,6 +127,14 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Neighbour:
+    """Another process on the GPU, and what it holds: headroom that it would give back."""
+
+    pid: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ProbeRecord:
     """Everything one probe found out. Field by field in docs/record.md; sizes are bytes, times are seconds."""
 
@@ -146,6 +154,8 @@ class ProbeRecord:
     fault: FaultEntry | None
     ranks: list[Rank]
     timings: dict[str, float]
+    neighbours: list[Neighbour] | None = None
+    notes: list[str] = field(default_factory=list)
     adapted: dict[str, Any] | None = None
     schema: int = field(default=SCHEMA)
 

@@ -69,13 +69,14 @@ class ProbeSettings:
 
     Attributes:
         mode: what a chunk that does not fit does to the boot.
-        margin_bytes: headroom that must remain after the need for the verdict ``fits``.
+        margin_bytes: headroom that must remain after the need for the verdict ``fits``; None is 128 MiB, and more
+            where free memory is not what it seems (``margin_for``).
         timeout_seconds: after this long the probe counts as hung.
         report: file of the record; None is the state directory (``record.default_report``).
     """
 
     mode: Mode = Mode.ENFORCE
-    margin_bytes: int = 128 * MIB
+    margin_bytes: int | None = None
     timeout_seconds: float = 300.0
     report: Path | None = None
 
@@ -96,6 +97,21 @@ class ProbeSettings:
             except ValueError as error:
                 raise ValueError(f"{option.variable}: {error}") from None
         return cls(**found)
+
+
+def margin_for(settings: ProbeSettings, *, wsl: bool, unified: bool) -> tuple[int, str]:
+    """The margin in bytes, and why it is larger than the usual 128 MiB where it is.
+
+    A margin that was given is kept. On WSL2 the driver pages to system memory before it says that none is left, below
+    what it reports as free; with unified memory the GPU's memory is the host's, and running out stops the machine.
+    """
+    if settings.margin_bytes is not None:
+        return settings.margin_bytes, ""
+    if unified:
+        return 2048 * MIB, "the GPU shares its memory with the host"
+    if wsl:
+        return 1024 * MIB, "on WSL2 not all memory that is reported free can be had"
+    return 128 * MIB, ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def error_for(record: ProbeRecord) -> PrefillProbeError | None:
     if record.verdict == "does-not-fit":
         return PrefillOOMError(oom_text(record))
     if record.verdict == "inconclusive":
-        return PrefillInconclusiveError(fault_text(record))
+        return PrefillInconclusiveError(inconclusive_text(record))
     if record.verdict == "fault":
         kind = PrefillTimeoutError if record.fault and record.fault.kind == "time-out" else PrefillFaultError
         return kind(fault_text(record))
@@ -36,7 +36,9 @@ def log_line(record: ProbeRecord) -> str:
     if record.verdict in ("fits", "tight"):
         line += f", leaves {mib(headroom - need)}"
     if record.verdict == "tight":
-        line += f" of the {mib(record.memory.margin_bytes)} margin"
+        line += f" (margin {mib(record.memory.margin_bytes)})"
+    if record.notes:
+        line += "; " + "; ".join(record.notes)
     return f"{line} ({record.timings.get('probe_seconds', 0):.1f} s)"
 
 
@@ -61,13 +63,28 @@ def oom_text(record: ProbeRecord) -> str:
     if len(record.ranks) > 1:
         bad = [f"rank {rank.rank}" for rank in record.ranks if rank.verdict == "does-not-fit"]
         lines.append(_row("on", ", ".join(bad)))
+    lines += _neighbours(record)
+    lines += [_row("note", note) for note in record.notes]
     lines += _advice(record)
+    return "\n".join(lines)
+
+
+def inconclusive_text(record: ProbeRecord) -> str:
+    """What disturbed the measurement, and who holds memory."""
+    lines = ["the measurement of a full prefill chunk was disturbed; try again.", _row("chunk", _chunk(record))]
+    lines += [_row("because", note) for note in record.notes]
+    lines += _neighbours(record)
     return "\n".join(lines)
 
 
 def fault_text(record: ProbeRecord) -> str:
     """A fault that is not a memory shortage: what, where, whether to try again."""
-    lines = ["a full prefill chunk failed, and not for lack of GPU memory.", _row("chunk", _chunk(record))]
+    kind = record.fault.kind if record.fault else "unknown"
+    first = {
+        "time-out": "a full prefill chunk did not come back in time.",
+        "unknown": "a full prefill chunk failed, for a reason that is not known.",
+    }.get(kind, "a full prefill chunk failed, and not for lack of GPU memory.")
+    lines = [first, _row("chunk", _chunk(record))]
     if record.fault is not None:
         lines.append(_row("fault", f"{record.fault.kind}: {record.fault.text}"))
     if failed := next((run for run in reversed(record.shapes) if run.oom and run.oom.site), None):
@@ -116,6 +133,13 @@ def _advice(record: ProbeRecord) -> list[str]:
     lines += [f"Does not help: {_flags(line)}: {line.reason}" for line in refused]
     lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
     return lines
+
+
+def _neighbours(record: ProbeRecord) -> list[str]:
+    return [
+        _row("also on it", f"process {neighbour.pid} holds {mib(neighbour.bytes)}")
+        for neighbour in sorted(record.neighbours or [], key=lambda each: -each.bytes)[:3]
+    ]
 
 
 def _measured(record: ProbeRecord) -> str:

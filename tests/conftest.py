@@ -1,0 +1,36 @@
+"""Shared by all tests: no test writes into the state directory of whoever runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFILL_PROBE", "PREFILL_PROBE_MARGIN", "PREFILL_PROBE_TIMEOUT", "PREFILL_PROBE_REPORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = None
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if gpu is None:
+                gpu = _has_gpu()
+            if not gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a machine with a CUDA GPU"))
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())

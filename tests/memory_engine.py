@@ -1,0 +1,149 @@
+"""A host that lives in memory: the Engine protocol over a budget of bytes, with the failures that tests ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefill_probe import Budget, Geometry, Identity, Limits, PlanRefused, Shape
+from prefill_probe.meter import Measured, Peak, Reading
+from prefill_probe.neighbours import Load, Neighbours
+
+MIB = 1 << 20
+
+
+AUTOMATIC = Budget(0.95, 15360 * MIB, ratio_governs=True, chunk_governs=True)
+
+
+class OutOfMemoryError(RuntimeError):
+    """What a caching allocator raises; the name is what counts."""
+
+
+def out_of_memory(requested: int, free: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {requested / MIB:.2f} MiB. GPU 0 has a total capacity of 15.50 GiB "
+        f"of which {free / MIB:.2f} MiB is free."
+    )
+
+
+class MemoryMeter:
+    def __init__(self, engine: MemoryEngine) -> None:
+        self._engine = engine
+        self.peak = 0
+        self.foreign = 0
+        self.neighbours_known = False
+
+    def read(self) -> Reading:
+        engine = self._engine
+        return Reading(0, 0, engine.headroom - engine.resident - self.foreign, engine.total)
+
+    def highest(self) -> Peak:
+        return Peak(self.peak, self.peak, 0)
+
+    def neighbours(self) -> Neighbours:
+        return Neighbours(True, {4242: self.foreign}) if self.neighbours_known else Neighbours()
+
+    def load(self) -> Load:
+        return Load(100, 300.0, self._engine.total)
+
+    @contextmanager
+    def measure(self, idle: Reading) -> Iterator[Measured]:
+        measured = Measured()
+        self.peak = 0
+        resident = self._engine.resident
+        foreign = self.foreign
+        try:
+            yield measured
+        finally:
+            grown = self._engine.resident - resident + max(0, self.foreign - foreign)
+            measured.peak = Peak(self.peak, self.peak, self.peak + grown)
+            measured.seconds = self._engine.seconds
+            measured.free_bytes = idle.free_bytes - self.peak
+
+    def forget_peaks(self) -> None:
+        self.peak = 0
+
+
+@dataclasses.dataclass
+class MemoryEngine:
+    """``headroom`` bytes; a chunk of T tokens takes ``fixed + T * per_token``, the first one ``first_extra`` more.
+
+    ``before_run`` is called with the number of the run and the shape, and may raise or change the engine.
+    """
+
+    headroom: int
+    per_token: int = MIB // 5
+    fixed: int = 20 * MIB
+    first_extra: int = 0
+    resident_after_first: int = 0
+    chunk: int = 8192
+    requested: int = 8192
+    longest: int = 262143
+    sequences: int = 1
+    kv_pages: int = 70000
+    page: int = 64
+    align: int = 64
+    total: int = 16384 * MIB
+    budget_: Budget = AUTOMATIC
+    floor: float = 0.5
+    gpu: dict[str, Any] = dataclasses.field(default_factory=dict)
+    before_run: Callable[[int, Shape], None] = lambda number, shape: None
+    issue: Callable[[Shape], Shape] = lambda shape: shape
+    ranks: Callable[[Any], list[Any]] = lambda value: [value]
+
+    def __post_init__(self) -> None:
+        self.resident = 0
+        self.seconds = 0.5
+        self.shapes: list[Shape] = []
+        self.settled = 0
+        self.meter = MemoryMeter(self)
+
+    def identity(self) -> Identity:
+        return Identity(
+            {"name": "memory", "version": "1"},
+            {"path": "/models/example", "architecture": "Example", "layers": 4, "hidden_size": 64},
+            {"name": "Example GPU", "capability": "9.0", "total_bytes": self.total, "wsl": False, "unified": False}
+            | self.gpu,
+            {"--max-prefill-length": self.requested},
+            {"torch": "2"},
+        )
+
+    def limits(self) -> Limits:
+        return Limits(
+            self.requested, self.chunk, "", self.align, self.longest, self.sequences, self.page, self.kv_pages
+        )
+
+    def budget(self) -> Budget:
+        return self.budget_
+
+    def plan(self, memory_ratio: float) -> Geometry:
+        if memory_ratio < self.floor:
+            raise PlanRefused("cache budget too small")
+        tokens = int(memory_ratio * 1_000_000)
+        return Geometry(tokens, None, tokens * 1024)
+
+    def run(self, shape: Shape) -> Shape:
+        self.shapes.append(shape)
+        self.before_run(len(self.shapes), shape)
+        issued = self.issue(shape)
+        want = self.fixed + issued.new_tokens * self.per_token
+        if len(self.shapes) == 1:
+            want += self.first_extra
+            self.resident = self.resident_after_first
+        free = self.headroom - self.resident - self.meter.foreign
+        if want > free:
+            self.meter.peak = max(self.meter.peak, free * 9 // 10)
+            raise out_of_memory(160 * MIB, free // 10)
+        self.meter.peak = want
+        return issued
+
+    def site(self, error: BaseException) -> str:
+        return "GDN causal conv (conv.py:1)"
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.ranks(value)
+
+    def settle(self) -> None:
+        self.settled += 1

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_engine import MIB, MemoryEngine, out_of_memory
+
+from prefill_probe import ProbeSettings, Sequence, Shape, probe
+from prefill_probe.engine import Budget, Pool
+from prefill_probe.record import ProbeRecord
+from prefill_probe.shape import Limits, full_chunk
+
+MARGIN = ProbeSettings(margin_bytes=128 * MIB)
+
+
+def need(engine: MemoryEngine, tokens: int) -> int:
+    return engine.fixed + tokens * engine.per_token
+
+
+def test_a_chunk_that_leaves_the_margin_fits() -> None:
+    engine = MemoryEngine(headroom=4096 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "fits"
+    assert record.need is not None
+    assert record.need.device_bytes == need(engine, 8192)
+    assert not record.need.estimated
+    assert record.advice == []
+    assert [(run.new_tokens, run.run, run.outcome) for run in record.shapes] == [
+        (8192, "cold", "ok"),
+        (8192, "warm", "ok"),
+        (4096, "cold", "ok"),
+    ]
+
+
+def test_a_chunk_that_fits_but_eats_the_margin_is_tight_and_gets_advice() -> None:
+    engine = MemoryEngine(headroom=need(MemoryEngine(0), 8192) + 10 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "tight"
+    assert record.advice
+
+
+def test_one_byte_decides_between_fits_and_tight() -> None:
+    exact = need(MemoryEngine(0), 8192) + 128 * MIB
+    assert probe(MemoryEngine(headroom=exact), MARGIN).verdict == "fits"
+    assert probe(MemoryEngine(headroom=exact - 1), MARGIN).verdict == "tight"
+
+
+def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again() -> None:
+    engine = MemoryEngine(headroom=600 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "does-not-fit"
+    assert [(run.new_tokens, run.outcome) for run in record.shapes] == [
+        (8192, "oom"),
+        (4096, "oom"),
+        (2048, "ok"),
+        (2048, "ok"),
+        (1024, "ok"),
+        (8192, "oom"),
+    ]
+    assert record.need is not None
+    assert record.need.estimated
+    assert record.need.device_bytes >= need(engine, 8192)
+
+
+def test_scratch_memory_of_a_first_run_is_no_reason_to_refuse() -> None:
+    engine = MemoryEngine(headroom=need(MemoryEngine(0), 8192) + 200 * MIB, first_extra=256 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.shapes[0].outcome == "oom"
+    assert record.verdict == "fits"
+
+
+def test_what_the_first_run_leaves_behind_is_taken_off_the_headroom() -> None:
+    engine = MemoryEngine(headroom=2000 * MIB, resident_after_first=50 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.memory.headroom_bytes == 1950 * MIB
+    assert record.memory.warmed_bytes == 50 * MIB
+    assert record.memory.free_after_graphs_bytes == 2000 * MIB
+
+
+def test_the_record_keeps_the_scheduler_s_own_chunk_beside_the_requested_one() -> None:
+    cut = MemoryEngine(4096 * MIB, issue=lambda shape: Shape(shape.name, (Sequence(0, min(8128, shape.new_tokens)),)))
+    record = probe(cut, MARGIN)
+    assert (record.chunk.requested, record.chunk.effective) == (8192, 8128)
+
+
+@pytest.mark.parametrize(
+    ("engine", "effective", "words"),
+    [
+        (MemoryEngine(4096 * MIB, kv_pages=50), 50 * 64 - 1, "KV pool of 3200 tokens"),
+        (MemoryEngine(4096 * MIB, longest=1000), 1000, "sequence limit of 1000"),
+    ],
+)
+def test_a_chunk_larger_than_the_pools_is_cut_and_the_record_says_by_what(
+    engine: MemoryEngine, effective: int, words: str
+) -> None:
+    record = probe(engine, MARGIN)
+    assert record.chunk.effective == effective
+    assert words in record.chunk.capped_by
+
+
+def test_an_error_that_is_no_memory_shortage_is_a_fault_and_ends_the_runs() -> None:
+    def fail(number: int, shape: Shape) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = MemoryEngine(4096 * MIB, before_run=fail)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "fault"
+    assert record.fault is not None
+    assert record.fault.kind == "kernel-fault"
+    assert len(engine.shapes) == 1
+    assert engine.settled == 0  # the context is dead: nothing more is asked of the device
+
+
+def test_an_unknown_error_is_never_called_memory() -> None:
+    def fail(number: int, shape: Shape) -> None:
+        raise KeyError("layers.3")
+
+    record = probe(MemoryEngine(4096 * MIB, before_run=fail), MARGIN)
+    assert (record.verdict, record.fault.kind if record.fault else "") == ("fault", "unknown")
+
+
+def test_a_failed_run_leaves_no_tensor_behind_in_its_traceback() -> None:
+    class Tensor:
+        alive = 0
+
+        def __init__(self) -> None:
+            Tensor.alive += 1
+
+        def __del__(self) -> None:
+            Tensor.alive -= 1
+
+    alive_at_start = []
+
+    def fail(number: int, shape: Shape) -> None:
+        alive_at_start.append(Tensor.alive)
+        held = Tensor()
+        if shape.new_tokens > 2048:
+            raise out_of_memory(160 * MIB, MIB) from ValueError("first")
+        del held
+
+    probe(MemoryEngine(4096 * MIB, before_run=fail), MARGIN)
+    assert len(alive_at_start) > 3
+    assert set(alive_at_start) == {0}
+
+
+def test_the_engine_is_settled_once_after_a_pass_after_an_oom_and_after_an_interrupt() -> None:
+    def interrupt(number: int, shape: Shape) -> None:
+        raise KeyboardInterrupt
+
+    for engine in (MemoryEngine(4096 * MIB), MemoryEngine(600 * MIB)):
+        probe(engine, MARGIN)
+        assert engine.settled == 1
+    engine = MemoryEngine(4096 * MIB, before_run=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        probe(engine, MARGIN)
+    assert engine.settled == 1
+
+
+def test_nothing_fits_at_all() -> None:
+    record = probe(MemoryEngine(10 * MIB), MARGIN)
+    assert record.verdict == "does-not-fit"
+    assert record.need is None
+    assert record.advice == []
+    assert record.shapes[-1].new_tokens == 64
+
+
+def test_explicit_pools_are_named_and_the_ratio_is_not() -> None:
+    budget = Budget(0.9, 15360 * MIB, False, True, (Pool("--num-tokens", 1_048_576, 4096, 64),))
+    record = probe(MemoryEngine(600 * MIB, budget_=budget), MARGIN)
+    flags = {flag for line in record.advice for flag in line.flags}
+    assert flags == {"--max-prefill-length", "--num-tokens"}
+
+
+def test_a_ratio_below_the_planner_s_floor_is_not_offered_but_explained() -> None:
+    record = probe(MemoryEngine(600 * MIB, floor=0.94), MARGIN)
+    refused = [line for line in record.advice if "--memory-ratio" in line.flags]
+    assert [line.peak_bytes for line in refused] == [None]
+    assert "cache budget too small" in refused[0].reason
+
+
+def test_a_record_survives_its_json() -> None:
+    for headroom in (4096, 600, 10):
+        record = probe(MemoryEngine(headroom * MIB), MARGIN)
+        assert ProbeRecord.from_json(record.to_json()) == record
+
+
+# Neighbours ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_neighbour_that_moves_once_makes_the_probe_repeat() -> None:
+    engine = MemoryEngine(4096 * MIB)
+    engine.meter.neighbours_known = True
+
+    def move(number: int, shape: Shape) -> None:
+        if number == 2:
+            engine.meter.foreign += 500 * MIB
+
+    engine.before_run = move
+    record = probe(engine, MARGIN)
+    assert record.verdict == "fits"
+    assert len(engine.shapes) == 6
+    assert record.neighbours is not None
+    assert [(each.pid, each.bytes) for each in record.neighbours] == [(4242, 500 * MIB)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_neighbour_that_keeps_moving_makes_the_verdict_inconclusive(known: bool) -> None:
+    engine = MemoryEngine(8192 * MIB)
+    engine.meter.neighbours_known = known
+
+    def move(number: int, shape: Shape) -> None:
+        engine.meter.foreign += 40 * MIB
+
+    engine.before_run = move
+    record = probe(engine, MARGIN)
+    assert record.verdict == "inconclusive"
+    assert any("free memory moved by" in note for note in record.notes)
+
+
+def test_thirty_two_mib_are_no_disturbance() -> None:
+    engine = MemoryEngine(8192 * MIB)
+    engine.meter.neighbours_known = True
+
+    def move(number: int, shape: Shape) -> None:
+        if number == 1:
+            engine.meter.foreign += 32 * MIB
+
+    engine.before_run = move
+    assert probe(engine, MARGIN).verdict == "fits"
+    assert len(engine.shapes) == 3
+
+
+# Machines on which running out does harm ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [{"wsl": True}, {"unified": True}])
+def test_chunks_grow_and_stop_before_what_is_predicted_not_to_fit(machine: dict[str, bool]) -> None:
+    engine = MemoryEngine(1000 * MIB, gpu=machine)
+    record = probe(engine, MARGIN)
+    sizes = [shape.new_tokens for shape in engine.shapes]
+    assert sizes == sorted(sizes)
+    assert max(sizes) < 8192
+    assert all(run.outcome == "ok" for run in record.shapes)
+    assert record.verdict == "does-not-fit"
+    assert any("was not run" in note for note in record.notes)
+
+
+@pytest.mark.parametrize(("machine", "least"), [({"wsl": True}, 1024), ({"unified": True}, 2048), ({}, 128)])
+def test_the_margin_is_larger_where_free_memory_is_not_what_it_seems(machine: dict[str, bool], least: int) -> None:
+    record = probe(MemoryEngine(8192 * MIB, gpu=machine), ProbeSettings())
+    assert record.memory.margin_bytes == least * MIB
+    assert bool(record.notes) == bool(machine)
+
+
+def test_a_full_chunk_that_crawls_on_wsl_is_oversubscribed() -> None:
+    engine = MemoryEngine(8192 * MIB, gpu={"wsl": True})
+
+    def crawl(number: int, shape: Shape) -> None:
+        engine.seconds = 0.1 * shape.new_tokens / 1024 * (4 if shape.new_tokens == 8192 else 1)
+
+    engine.before_run = crawl
+    record = probe(engine, MARGIN)
+    assert record.verdict == "tight"
+    assert any("oversubscribed" in note for note in record.notes)
+
+
+# Shapes -------------------------------------------------------------------------------------------------------------
+
+limits = st.builds(
+    Limits,
+    requested_chunk=st.just(8192),
+    budget=st.integers(1, 300_000),
+    budget_capped_by=st.just(""),
+    align=st.just(64),
+    longest_prompt=st.integers(1, 300_000),
+    max_sequences=st.integers(1, 64),
+    page_tokens=st.sampled_from([1, 16, 64]),
+    kv_pages=st.integers(2, 100_000),
+)
+
+
+@given(limits)
+@settings(max_examples=200, deadline=None)
+def test_a_full_chunk_is_admissible_and_as_large_as_the_limits_allow(given_limits: Limits) -> None:
+    if given_limits.page_tokens * given_limits.kv_pages < 3:
+        return
+    shape = full_chunk(given_limits)
+    lengths = [sequence.new_tokens for sequence in shape.sequences]
+    page = given_limits.page_tokens
+    assert sum(lengths) <= given_limits.budget
+    assert len(lengths) <= given_limits.max_sequences
+    assert max(lengths) <= given_limits.longest_prompt
+    assert sum(-(-(length + 1) // page) for length in lengths) <= given_limits.kv_pages
+    if given_limits.budget <= given_limits.longest_prompt and (given_limits.budget + 1) <= page * given_limits.kv_pages:
+        assert lengths == [given_limits.budget]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prefill_probe import Mode, ProbeSettings
+
+
+def test_an_empty_environment_is_the_default() -> None:
+    assert ProbeSettings.from_environ({"PREFILL_PROBE": ""}) == ProbeSettings()
+    assert ProbeSettings().mode is Mode.ENFORCE
+
+
+def test_every_setting_has_its_variable() -> None:
+    environ = {
+        "PREFILL_PROBE": "warn",
+        "PREFILL_PROBE_MARGIN": "1GiB",
+        "PREFILL_PROBE_TIMEOUT": "12.5",
+        "PREFILL_PROBE_REPORT": "/var/lib/x.json",
+    }
+    assert ProbeSettings.from_environ(environ) == ProbeSettings(Mode.WARN, 1 << 30, 12.5, Path("/var/lib/x.json"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "accepted"),
+    [
+        ("PREFILL_PROBE", "yes", "enforce, warn or off"),
+        ("PREFILL_PROBE", "adapt", "not available in this version"),
+        ("PREFILL_PROBE", "adapt-kv", "not available in this version"),
+        ("PREFILL_PROBE_MARGIN", "128", "a number with a unit"),
+        ("PREFILL_PROBE_TIMEOUT", "0", "seconds above 0"),
+        ("PREFILL_PROBE_TIMEOUT", "inf", "seconds above 0"),
+        ("PREFILL_PROBE_TIMEOUT", "soon", "seconds above 0"),
+    ],
+)
+def test_a_bad_value_names_its_variable_and_what_is_accepted(variable: str, value: str, accepted: str) -> None:
+    with pytest.raises(ValueError, match=f"^{variable}: .*{accepted}"):
+        ProbeSettings.from_environ({variable: value})
