@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from memory_engine import MIB, MemoryEngine
+
+from prefill_probe import (
+    PrefillFaultError,
+    PrefillInconclusiveError,
+    PrefillOOMError,
+    PrefillTimeoutError,
+    ProbeRecord,
+    ProbeSettings,
+    Shape,
+    probe,
+)
+from prefill_probe.record import FaultEntry, Neighbour, Rank
+from prefill_probe.render.text import error_for, log_line
+
+SETTINGS = ProbeSettings(margin_bytes=128 * MIB)
+
+
+def refused() -> ProbeRecord:
+    return probe(MemoryEngine(600 * MIB), SETTINGS)
+
+
+def test_the_named_error_says_what_how_much_why_and_what_to_type_next() -> None:
+    error = error_for(refused())
+    assert isinstance(error, PrefillOOMError)
+    assert error.exit_status == 78
+    assert str(error) == (
+        "a full prefill chunk does not fit this GPU.\n"
+        "  chunk        8192 tokens (--max-prefill-length 8192)\n"
+        "  needs        about 1.68 GiB   headroom after CUDA graphs 0.59 GiB   short about 1.09 GiB\n"
+        "  failed in    GDN causal conv (conv.py:1), allocating 160 MiB with 60 MiB free\n"
+        "Start again with one of these (not run; calculated from 1024 tokens: 225 MiB, 2048 tokens: 430 MiB):\n"
+        "  --max-prefill-length 2240      peak about 470 MiB, leaves about 130 MiB\n"
+        "  --memory-ratio 0.86            peak about 1718 MiB, leaves about 264 MiB   "
+        "KV cache 950000 -> 860000 tokens\n"
+        "To serve without this check: --prefill-probe warn (a long prompt will end the server)"
+    )
+
+
+def test_one_screen_is_enough_in_the_worst_case() -> None:
+    record = dataclasses.replace(
+        refused(),
+        neighbours=[Neighbour(pid, 100 * MIB) for pid in range(50)],
+        ranks=[Rank(number, "does-not-fit", 1, 2) for number in range(2)],
+        notes=["margin 1024 MiB: on WSL2 not all memory that is reported free can be had"],
+    )
+    lines = str(error_for(record)).splitlines()
+    assert len(lines) <= 24
+    assert max(len(line) for line in lines) <= 132
+
+
+def test_where_nothing_fits_no_value_is_made_up() -> None:
+    text = str(error_for(probe(MemoryEngine(10 * MIB), SETTINGS)))
+    assert "no chunk came back" in text
+    assert "No chunk fits" in text
+    assert "--max-prefill-length 8192)" in text
+    assert "peak about" not in text
+
+
+def test_a_fault_makes_no_memory_claim() -> None:
+    def fail(number: int, shape: Shape) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    error = error_for(probe(MemoryEngine(4096 * MIB, before_run=fail), SETTINGS))
+    assert isinstance(error, PrefillFaultError)
+    assert error.exit_status == 70
+    assert "not for lack of GPU memory" in str(error)
+    assert "--memory-ratio" not in str(error)
+
+
+def test_a_launch_limit_says_that_a_smaller_chunk_helps_and_a_ratio_does_not() -> None:
+    def fail(number: int, shape: Shape) -> None:
+        if shape.new_tokens > 8191:
+            raise RuntimeError("CUDA error: invalid argument")
+
+    text = str(error_for(probe(MemoryEngine(4096 * MIB, before_run=fail), SETTINGS)))
+    assert "A smaller --max-prefill-length avoids it; a --memory-ratio does not." in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind", "error"),
+    [
+        ("inconclusive", "memory", PrefillInconclusiveError),
+        ("fault", "time-out", PrefillTimeoutError),
+        ("fault", "unknown", PrefillFaultError),
+    ],
+)
+def test_every_verdict_that_stops_has_its_own_error(verdict: str, kind: str, error: type[Exception]) -> None:
+    fault = FaultEntry(kind, False, False, False, "text")
+    assert type(error_for(dataclasses.replace(refused(), verdict=verdict, fault=fault))) is error
+
+
+def test_verdicts_that_serve_have_none_and_say_what_is_left() -> None:
+    fits = probe(MemoryEngine(4096 * MIB), SETTINGS)
+    tight = probe(MemoryEngine(1700 * MIB), SETTINGS)
+    assert error_for(fits) is error_for(tight) is None
+    assert "fits: a prefill chunk of 8192 tokens needs 1658 MiB" in log_line(fits)
+    assert "(margin 128 MiB)" in log_line(tight)
