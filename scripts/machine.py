@@ -235,14 +235,20 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def write_evidence(name: str, document: dict[str, Any], directory: Path | None = None) -> Path:
-    """Write ``name``.json: date, script, versions, and what was measured."""
-    path = (directory or EVIDENCE) / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "script": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]),
-        "versions": versions(),
-    }
-    path.write_text(json.dumps(head | document, indent=1) + "\n", encoding="utf-8")
-    return path
+class Evidence:
+    """One evidence file. Cases of earlier runs stay until they are run again; each says when and on what it was run."""
+
+    def __init__(self, name: str, about: dict[str, Any], directory: Path | None = None) -> None:
+        self.path = (directory or EVIDENCE) / f"{name}.json"
+        try:
+            self._document = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._document = {"cases": {}}
+        self._document |= {"script": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]), "about": about}
+
+    def add(self, case: str, result: dict[str, Any]) -> None:
+        """Write the result of ``case``, whatever it is."""
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self._document["cases"][case] = {"date": now, "versions": versions()} | result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self._document, indent=1) + "\n", encoding="utf-8")

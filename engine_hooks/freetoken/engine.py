@@ -105,7 +105,8 @@ class FreeTokenEngine:
             requested_chunk=requested,
             budget=budget,
             budget_capped_by="the window pool" if budget < requested else "",
-            align=math.lcm(GDN_CHUNK, int(cache.prefill_chunk_align)),
+            # 0.1.2 does not align chunk ends.
+            align=math.lcm(GDN_CHUNK, int(getattr(cache, "prefill_chunk_align", 1))),
             longest_prompt=int(engine.max_seq_len) - 1,
             max_sequences=sequences,
             page_tokens=int(cache.page_size),

