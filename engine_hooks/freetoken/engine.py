@@ -173,16 +173,15 @@ class FreeTokenEngine:
     def _requests(self, shape: Shape) -> list[Any]:
         """Requests as the API server would send them.
 
-        The full chunk is sampled with every stage of the sampler on, which takes more memory; smaller ones greedily,
-        so that the first greedy request after the boot finds that path loaded as well.
+        The full chunk is sampled as a request that names nothing is, by the checkpoint's own defaults; smaller chunks
+        greedily, so that both paths of the sampler that requests will take are loaded, and no other.
         """
         import torch
         from freetoken.core import SamplingParams
         from freetoken.message import UserMsg
 
-        sampling: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
-        if shape.new_tokens < self.limits().budget:
-            sampling = {"temperature": 0.0}
+        full = shape.new_tokens >= self.limits().budget
+        sampling = self._default_sampling() if full else {"temperature": 0.0}
         generator = torch.Generator().manual_seed(SEED)
         vocabulary = int(self._scheduler.config.model_config.vocab_size)
         return [
@@ -193,6 +192,16 @@ class FreeTokenEngine:
             )
             for number, sequence in enumerate(shape.sequences)
         ]
+
+    def _default_sampling(self) -> dict[str, Any]:
+        """What the API server fills in for a request that says nothing of sampling."""
+        from freetoken.utils import load_generation_sampling
+
+        config = self._scheduler.config
+        if config.use_dummy_weight or getattr(config, "sampling_defaults", "model") != "model":
+            return {"temperature": 0.0}
+        given = load_generation_sampling(config.model_path)
+        return {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
 
     def site(self, error: BaseException) -> str:
         return site_of(error)

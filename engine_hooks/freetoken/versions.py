@@ -41,6 +41,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "resolve_moe_cache_auto": ("memory_ratio", "per_expert_bytes"),
     },
     "freetoken.kernel": {"fast_compare_key": ("x", "y")},
+    "freetoken.utils": {"load_generation_sampling": None},
     "freetoken.message": {"UserMsg": None},
     "freetoken.core": {"SamplingParams": None},
 }
