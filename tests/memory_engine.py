@@ -139,6 +139,9 @@ class MemoryEngine:
         self.meter.peak = want
         return issued
 
+    def issued(self, shape: Shape) -> Shape:
+        return self.issue(shape)
+
     def site(self, error: BaseException) -> str:
         return "GDN causal conv (conv.py:1)"
 

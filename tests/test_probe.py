@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_engine import MIB, MemoryEngine, out_of_memory
 
 from prefill_probe import ProbeSettings, Sequence, Shape, probe
+from prefill_probe._probe import Part
 from prefill_probe.engine import Budget, Pool
 from prefill_probe.record import ProbeRecord
 from prefill_probe.shape import Limits, full_chunk
@@ -29,6 +32,7 @@ def test_a_chunk_that_leaves_the_margin_fits() -> None:
         (8192, "cold", "ok"),
         (8192, "warm", "ok"),
         (4096, "cold", "ok"),
+        (4096, "warm", "ok"),
     ]
 
 
@@ -54,6 +58,7 @@ def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again
         (4096, "oom"),
         (2048, "ok"),
         (2048, "ok"),
+        (1024, "ok"),
         (1024, "ok"),
         (8192, "oom"),
     ]
@@ -198,7 +203,7 @@ def test_a_neighbour_that_moves_once_makes_the_probe_repeat() -> None:
     engine.before_run = move
     record = probe(engine, MARGIN)
     assert record.verdict == "fits"
-    assert len(engine.shapes) == 6
+    assert len(engine.shapes) == 8
     assert record.neighbours is not None
     assert [(each.pid, each.bytes) for each in record.neighbours] == [(4242, 500 * MIB)]
 
@@ -227,7 +232,7 @@ def test_thirty_two_mib_are_no_disturbance() -> None:
 
     engine.before_run = move
     assert probe(engine, MARGIN).verdict == "fits"
-    assert len(engine.shapes) == 3
+    assert len(engine.shapes) == 4
 
 
 # Machines on which running out does harm ------------------------------------------------------------------------------
@@ -250,6 +255,39 @@ def test_the_margin_is_larger_where_free_memory_is_not_what_it_seems(machine: di
     record = probe(MemoryEngine(8192 * MIB, gpu=machine), ProbeSettings())
     assert record.memory.margin_bytes == least * MIB
     assert bool(record.notes) == bool(machine)
+
+
+def test_what_only_a_first_run_takes_is_not_multiplied_into_the_prediction() -> None:
+    usual = {
+        "headroom": 1100 * MIB,
+        "per_token": MIB // 10,
+        "first_extra": 300 * MIB,
+        "resident_after_first": 150 * MIB,
+    }
+    record = probe(MemoryEngine(**usual, gpu={"wsl": True}), ProbeSettings(margin_bytes=64 * MIB))  # type: ignore[arg-type]
+    assert record.verdict == "fits"
+
+
+def test_a_rank_that_stopped_for_another_s_shortage_makes_it_no_fault() -> None:
+    def ranks(value: object) -> list[object]:
+        if isinstance(value, tuple):
+            return [value, (False, True)]  # the other rank ran out of memory in every run
+        if isinstance(value, Part):
+            return [value, dataclasses.replace(value, verdict="does-not-fit", need=None)]
+        return [value, value]
+
+    engine = MemoryEngine(4096 * MIB, gpu={"wsl": True}, ranks=ranks)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "does-not-fit"
+    assert [rank.verdict for rank in record.ranks] == ["fits", "does-not-fit"]
+
+
+def test_the_planner_s_failure_costs_the_advice_and_not_the_verdict() -> None:
+    engine = MemoryEngine(600 * MIB)
+    engine.plan = lambda memory_ratio: {}["broken"]  # type: ignore[method-assign, misc]
+    record = probe(engine, MARGIN)
+    assert (record.verdict, record.advice) == ("does-not-fit", [])
+    assert any("no advice: KeyError" in note for note in record.notes)
 
 
 def test_a_full_chunk_that_crawls_on_wsl_is_oversubscribed() -> None:

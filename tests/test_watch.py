@@ -188,6 +188,15 @@ def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it(tmp_path: P
     assert marker.left_behind() == other
 
 
+def test_a_marker_of_the_same_number_from_an_earlier_life_is_left_behind(tmp_path: Path) -> None:
+    """A container starts its processes under the same numbers every time."""
+    marker = Marker(tmp_path, CONFIGURATION)
+    marker.set()
+    marker.path.write_text(json.dumps(json.loads(marker.path.read_text()) | {"started": "1"}))
+    assert marker.left_behind() == marker.path
+    assert marker_of(tmp_path, os.getpid()) is None  # and is not blamed on a child of this process
+
+
 def test_a_directory_that_cannot_be_written_is_an_os_error_and_one_that_is_missing_holds_no_marker(
     tmp_path: Path,
 ) -> None:

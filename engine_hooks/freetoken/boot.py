@@ -15,7 +15,7 @@ from typing import Any
 from engine_hooks.freetoken import attach, planner, versions
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from prefill_probe._probe import probe
-from prefill_probe.faults import PrefillFaultError
+from prefill_probe.faults import PrefillFaultError, PrefillProbeError
 from prefill_probe.logs import get_logger
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
@@ -44,6 +44,11 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         return
     try:
         _probe(scheduler, noted, settings)
+    except PrefillProbeError:
+        raise
+    except Exception as error:
+        # Nothing of the engine failed, or it would be a verdict: an engine that is whole serves as without the probe.
+        get_logger().error(f"the probe itself failed, and this start is not probed: {type(error).__name__}: {error}")
     except KeyboardInterrupt:
         if multiprocessing.parent_process() is None:
             raise
@@ -61,6 +66,8 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -
         if not wanted:
             return
         record = probe(engine, settings, log.debug, lambda hung: _keep_hung(hung, report, log))
+        # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
+        damaged = any(engine.gather(engine.damaged))
     if primary:
         _keep(record, report, log)
     error = error_for(record)
@@ -69,11 +76,12 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -
             (log.warning if record.verdict == "tight" else log.info)(log_line(record))
         return
     if primary:
-        serving = "; serving all the same (--prefill-probe warn)" if settings.mode is Mode.WARN else ""
+        warn = settings.mode is Mode.WARN and not damaged
+        serving = "; serving all the same (--prefill-probe warn)" if warn else ""
         log.error(log_line(record) + serving)
         if serving:
             log.error(f"{type(error).__name__}: {error}")
-    if settings.mode is Mode.ENFORCE:
+    if settings.mode is Mode.ENFORCE or damaged:
         raise error from engine.last_fault
 
 
@@ -105,9 +113,6 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
             log.warning(text)
         yield False
         return
-    if not primary:
-        yield True
-        return
     try:
         marker.set()
     except OSError as error:
@@ -121,8 +126,12 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
 
 @contextlib.contextmanager
 def _cleared_on_sigterm(marker: Marker) -> Iterator[None]:
-    """A boot that is stopped during the probe has not been killed by it."""
-    if threading.current_thread() is not threading.main_thread():
+    """A process that is stopped during the probe has not been killed by it.
+
+    Only in a process of its own (``LLM``): a rank dies by SIGTERM at once, also inside a C call, and the server that
+    sent it clears the marker (``exits``).
+    """
+    if threading.current_thread() is not threading.main_thread() or multiprocessing.parent_process() is not None:
         yield
         return
     previous = signal.getsignal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import math
 import platform
+import traceback
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from engine_hooks.freetoken.state import Before
 from prefill_probe.engine import Budget, Geometry, Identity
 from prefill_probe.faults import classify
 from prefill_probe.meter import CudaMeter, Meter
-from prefill_probe.shape import Limits, Sequence, Shape
+from prefill_probe.shape import Limits, Sequence, Shape, full_chunk
 
 T = TypeVar("T")
 
@@ -45,6 +46,8 @@ class FreeTokenEngine:
         self._issued: list[int] = []
         # The error behind a fault, for whoever raises it again; never one that holds tensors.
         self.last_fault: BaseException | None = None
+        # Whether a run could not be undone: the engine must not serve then, in no mode.
+        self.damaged = False
         self.meter: Meter = CudaMeter(scheduler.device)
 
     # What it is ------------------------------------------------------------------------------------------------
@@ -129,6 +132,7 @@ class FreeTokenEngine:
         import torch
         from freetoken.env import ENV
 
+        self._issued = []
         if any(sequence.cached_tokens for sequence in shape.sequences):
             raise ValueError("shapes with cached tokens cannot be run yet")
         scheduler = self._scheduler
@@ -138,19 +142,26 @@ class FreeTokenEngine:
         try:
             with torch.inference_mode():
                 if ENV.DISABLE_OVERLAP_SCHEDULING:
-                    with scheduler.engine_stream_ctx:
+                    with torch.cuda.stream(scheduler.engine.stream):
                         self._pass(shape, reqs)
                 else:
                     self._pass(shape, reqs)
-            issued = tuple(Sequence(0, length) for length in self._issued)
-            return shape if issued == shape.sequences else Shape(shape.name, issued)
+            return self.issued(shape)
         except Exception as error:
             self.last_fault = None if classify(error).is_memory else error
+            traceback.clear_frames(error.__traceback__)  # they hold the chunk's tensors
             raise
         finally:
+            self.damaged = True
             torch.cuda.synchronize(self._device)
             with torch.inference_mode():
                 self._before.restore(reqs)
+            self.damaged = False
+
+    def issued(self, shape: Shape) -> Shape:
+        """What the scheduler made of ``shape`` when it was last run, also if that run failed later."""
+        issued = tuple(Sequence(0, length) for length in self._issued)
+        return Shape(shape.name, issued) if issued and issued != shape.sequences else shape
 
     def _pass(self, shape: Shape, reqs: list[Any]) -> None:
         scheduler = self._scheduler
@@ -180,7 +191,7 @@ class FreeTokenEngine:
         from freetoken.core import SamplingParams
         from freetoken.message import UserMsg
 
-        full = shape.new_tokens >= self.limits().budget
+        full = shape.new_tokens >= full_chunk(self.limits()).new_tokens
         sampling = self._default_sampling() if full else {"temperature": 0.0}
         generator = torch.Generator().manual_seed(SEED)
         vocabulary = int(self._scheduler.config.model_config.vocab_size)

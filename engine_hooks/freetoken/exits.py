@@ -29,12 +29,16 @@ def wrap(module: ModuleType) -> None:
     def status() -> int | None:
         """The exit status that the probe asks for; None if this is not the probe's doing."""
         text = getattr(server._GLOBAL_STATE, "fatal_error", None) or ""
-        return exit_status_of(text)
+        codes = [
+            getattr(process, "exitcode", None) for process in getattr(server._GLOBAL_STATE, "backend_processes", ())
+        ]
+        # A rank that the deadline ended exits with 70 and can say nothing.
+        return exit_status_of(text) or (EX_SOFTWARE if EX_SOFTWARE in codes else None)
 
     def name_the_unfinished() -> None:
         """A rank that died in the middle of a probe could not say so: its marker does."""
         state = server._GLOBAL_STATE
-        if status() is not None:
+        if exit_status_of(getattr(state, "fatal_error", None) or "") is not None:
             return
         for process in getattr(state, "backend_processes", ()):
             marker = marker_of(state_directory(os.environ), process.pid) if process.exitcode is not None else None
@@ -45,6 +49,13 @@ def wrap(module: ModuleType) -> None:
                 state.fatal_error = f"{name}: the prefill probe {how} and was not finished; marker: {marker}"
                 server.logger.error("%s", state.fatal_error)
 
+    def forget_the_stopped() -> None:
+        """Ranks that this server was told to stop in the middle of a probe were not killed by it."""
+        for process in getattr(server._GLOBAL_STATE, "backend_processes", ()):
+            marker = marker_of(state_directory(os.environ), process.pid)
+            if marker is not None:
+                marker.unlink(missing_ok=True)
+
     @functools.wraps(run)
     def run_api_server(*args: Any, **kwargs: Any) -> Any:
         previous = signal.getsignal(signal.SIGTERM)
@@ -53,6 +64,7 @@ def wrap(module: ModuleType) -> None:
             # uvicorn raises the signal again once it has shut down: here the engine would die by it.
             code = status()
             if code is None:
+                forget_the_stopped()
                 signal.signal(signum, previous or signal.SIG_DFL)
                 signal.raise_signal(signum)
                 return
@@ -61,7 +73,11 @@ def wrap(module: ModuleType) -> None:
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-        return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            if status() is None:
+                forget_the_stopped()
 
     @functools.wraps(exit_after)
     def exit_after_backend_death(grace_s: float) -> Any:

@@ -35,41 +35,59 @@ class Before:
         tables = self._scheduler.table_manager
         for row in tables._free_slots[-count:]:
             if row not in self._saved_rows:
-                self._saved_rows[row] = (tables.page_table[row].cpu(), self._scheduler.token_pool[row].cpu())
+                copies = [table[row].to("cpu", copy=True) for table in (tables.page_table, self._scheduler.token_pool)]
+                self._saved_rows[row] = (copies[0], copies[1])
 
     def restore(self, reqs: list[Any]) -> None:
         """Give back everything that ``reqs`` hold, and put the bookkeeping back as it was noted.
 
-        The device must be idle. ``reqs`` are the requests of the chunk that ran or failed.
+        The device must be idle. ``reqs`` are the requests of the chunk that ran or failed. Whatever fails on the
+        device, the lists are put back.
         """
         import torch
 
         scheduler = self._scheduler
-        cache = scheduler.cache_manager
-        pool = scheduler.engine.linear_state_pool
-        for req in reqs:
-            if req.cache_handle is not None:
-                cache.unlock(req.cache_handle)
-            if cache.swa_pool is not None and getattr(cache.swa_pool, "swa_paged", False):
-                page = cache.page_size
-                end = -(-req.device_len // page) * page
-                cache.swa_pool.free_swa(scheduler.table_manager.page_table[req.table_idx, :end])
-            if pool is not None:
-                slots = list(req.mamba_ping_pong or ())
-                slots.append(req.linear_slot_idx if req.linear_slot_idx is not None else req.table_idx)
-                pool.clear_slots(slots)
-        for owner, name, value in self._lists:
-            setattr(owner, name, list(value) if isinstance(value, list) else value)
-        for row, (pages, tokens) in self._saved_rows.items():
-            scheduler.table_manager.page_table[row].copy_(pages)
-            scheduler.token_pool[row].copy_(tokens)
-        scheduler.prefill_manager.pending_list = list(self._pending)
-        scheduler._forward_iter = self._iteration
-        if scheduler.engine.moe_offload_cache is not None:
-            scheduler.engine.moe_offload_cache.reset()
-        torch.set_rng_state(self._rng[0])
+        torch.cuda.empty_cache()  # the device steps below allocate a little, right after running out perhaps
+        try:
+            self._restore_device(reqs)
+        finally:
+            for owner, name, value in self._lists:
+                setattr(owner, name, _kept(value))
+            scheduler.prefill_manager.pending_list = list(self._pending)
+            scheduler._forward_iter = self._iteration
+            torch.set_rng_state(self._rng[0])
         torch.cuda.set_rng_state(self._rng[1], scheduler.device)
         torch.cuda.synchronize(scheduler.device)
+
+    def _restore_device(self, reqs: list[Any]) -> None:
+        scheduler = self._scheduler
+        tables, pool = scheduler.table_manager, scheduler.engine.linear_state_pool
+        for req in reqs:
+            scheduler.cache_manager.unlock(req.cache_handle)
+        self._unbind_windows()
+        for row, (pages, tokens) in self._saved_rows.items():
+            tables.page_table[row].copy_(pages)
+            scheduler.token_pool[row].copy_(tokens)
+        if scheduler.engine.moe_offload_cache is not None:
+            scheduler.engine.moe_offload_cache.reset()
+        if pool is not None:
+            for req in reqs:
+                own = req.linear_slot_idx if req.linear_slot_idx is not None else req.table_idx
+                pool.clear_slots([*(req.mamba_ping_pong or ()), own])
+
+    def _unbind_windows(self) -> None:
+        """Undo the bindings of window pools (SWA, DeepSeek-V4) to the pages that the chunk took.
+
+        By the free list, which pages are taken from the front of, and not by the page table: a chunk that failed
+        early has not written its row yet, and one that came back has a length of one token more than it has pages.
+        """
+        cache = self._scheduler.cache_manager
+        if cache.swa_pool is None or not getattr(cache.swa_pool, "swa_paged", False):
+            return
+        noted = next(value for owner, name, value in self._lists if owner is cache and name == "free_slots")
+        taken = noted[: len(noted) - len(cache.free_slots)]
+        if len(taken):
+            cache.swa_pool.free_swa(cache._page_to_token(taken))
 
 
 def _kept(value: Any) -> Any:

@@ -161,19 +161,16 @@ class Session:
         return warm[-1].measured.peak.device_bytes - warm[-1].measured.peak.reserved_bytes if warm else 0
 
     def _from_large_to_small(self) -> None:
-        first = self.run(self.full, cold=True)
+        self.full = self.run(self.full, cold=True).shape
         if self.all_ok:
-            self.full = first.shape
             self.run(self.full, cold=False)
-            if self.all_ok:
-                self._run_half(self.full.new_tokens)
+            self._run_half(self.full.new_tokens)
             return
         tokens = self.full.new_tokens
         while self.device_usable and tokens > self.limits.align:
             tokens = max(self.limits.align, largest_power_of_two_below(tokens))
-            self._run_tokens(tokens, cold=True)
+            self._run_twice(tokens)
             if self.all_ok:
-                self._run_tokens(tokens, cold=False)
                 self._run_half(tokens)
                 break
         if self.device_usable and self.all_ok:
@@ -182,13 +179,12 @@ class Session:
     def _from_small_to_large(self) -> None:
         tokens = max(self.limits.align, 1 << max(0, (self.full.new_tokens // 8).bit_length() - 1))
         while tokens < self.full.new_tokens:
-            self._run_tokens(tokens, cold=True)
+            self._run_twice(tokens)
             if not self.all_ok or not self._safe(2 * tokens):
                 return
             tokens *= 2
-        first = self.run(self.full, cold=True)
+        self.full = self.run(self.full, cold=True).shape
         if self.all_ok:
-            self.full = first.shape
             self.run(self.full, cold=False)
 
     def _safe(self, tokens: int) -> bool:
@@ -200,13 +196,17 @@ class Session:
         self.stopped_early = not safe
         return safe
 
-    def _run_tokens(self, tokens: int, *, cold: bool) -> Run:
-        return self.run(fill_chunk(self.limits, tokens, f"{tokens} tokens"), cold=cold)
+    def _run_twice(self, tokens: int) -> None:
+        """Cold, and if that comes back, warm: a prediction from what only a first run takes would be far too high."""
+        shape = fill_chunk(self.limits, tokens, f"{tokens} tokens")
+        self.run(shape, cold=True)
+        if self.all_ok:
+            self.run(shape, cold=False)
 
     def _run_half(self, tokens: int) -> None:
         """The second point of the slope."""
         if tokens // 2 >= self.limits.align and self.all_ok:
-            self._run_tokens(tokens // 2, cold=True)
+            self._run_twice(tokens // 2)
 
     def run(self, shape: Shape, *, cold: bool) -> Run:
         """Run ``shape``; a memory shortage or another fault is in the result, not raised."""
@@ -218,7 +218,7 @@ class Session:
             with self.engine.meter.measure(idle) as measured:
                 issued = self.engine.run(shape)
         except Exception as error:
-            site = self.engine.site(error)
+            site, issued = self.engine.site(error), self.engine.issued(shape)
             fault = classify(error, free_bytes=measured.free_bytes, total_bytes=idle.total_bytes, wsl=self.wsl)
             # The frames of the traceback hold the chunk's tensors: let go of them before the next run.
             _forget_frames(error)
@@ -250,10 +250,11 @@ class Session:
             notes.append(f"free memory moved by {mib(self.moved)} under the probe, twice, and not by this process")
         elif fault is not None:
             verdict = "does-not-fit" if fault.is_memory else "fault"
+        elif self.stopped_early:
+            verdict = "does-not-fit"
+            notes.append("the full chunk was not run: running out of memory does harm on this machine")
         elif last is None or need is None:
-            verdict = "does-not-fit" if self.stopped_early else "fault"
-            if self.stopped_early:
-                notes.append("the full chunk was not run: running out of memory does harm on this machine")
+            verdict = "fits"  # as far as this rank knows: it stopped because another one failed, whose part is worse
         else:
             verdict = "fits" if headroom - need.device_bytes >= self.margin else "tight"
             if self._pages(last):
@@ -278,7 +279,10 @@ class Session:
         worst = max(range(len(parts)), key=lambda rank: _SEVERITY.index(parts[rank].verdict))
         record = self._build(parts[worst], parts)
         if record.verdict in ("tight", "does-not-fit"):
-            record = replace(record, advice=self._advice(parts[worst]))
+            try:
+                record = replace(record, advice=self._advice(parts[worst]))
+            except Exception as error:  # the planner is another program's; without it the verdict stands
+                record = replace(record, notes=[*record.notes, f"no advice: {type(error).__name__}: {error}"])
         return record
 
     def timed_out(self, seconds: float) -> records.ProbeRecord:

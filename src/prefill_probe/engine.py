@@ -121,6 +121,9 @@ class Engine(Protocol):
             that the device is lost.
         """
 
+    def issued(self, shape: Shape) -> Shape:
+        """What the scheduler made of ``shape`` when it was last run, also if that run failed."""
+
     def site(self, error: BaseException) -> str:
         """Where in the engine ``error`` was raised, in a person's words; empty if unknown."""
 

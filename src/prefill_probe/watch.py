@@ -88,7 +88,7 @@ class Marker:
             found = sorted(self._directory.glob(f"{self._prefix}-*.json"))
         except OSError:
             return None
-        return next((path for path in found if path != self.path and not _alive(path)), None)
+        return next((path for path in found if not _alive(path)), None)
 
     def set(self) -> None:
         """Write the marker and have it on the disk before the first kernel runs.
@@ -98,12 +98,14 @@ class Marker:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"pid": os.getpid(), "started": _started(os.getpid()), "boot": _boot()})
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary = self.path.with_suffix(".new")  # renamed when whole: a boot beside this one may be looking
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.write(handle, content.encode())
             os.fsync(handle)
         finally:
             os.close(handle)
+        temporary.replace(self.path)
 
     def clear(self) -> None:
         """Remove the marker; one that is not there is no error."""
@@ -112,11 +114,20 @@ class Marker:
 
 
 def marker_of(directory: Path, pid: int) -> Path | None:
-    """The marker that the process ``pid`` left, if it did."""
+    """The marker that the process ``pid``, a child of this one, set; not one of an earlier process of that number."""
     try:
-        return next(iter(directory.glob(f"unfinished-*-{pid}.json")), None)
+        found = sorted(directory.glob(f"unfinished-*-{pid}.json"))
     except OSError:
         return None
+    return next((path for path in found if _younger_than_this_process(path)), None)
+
+
+def _younger_than_this_process(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return bool(content["boot"] == _boot() and int(content["started"]) >= int(_started(os.getpid()) or 0))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _alive(path: Path) -> bool:
