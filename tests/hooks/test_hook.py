@@ -199,11 +199,13 @@ def worker(queue, how):
     if how == "other":
         queue.put(("error", "ValueError: something else")); queue.close(); queue.join_thread()
         sys.exit(1)
-    if how == "killed":
+    if how in ("killed", "probing"):
         from pathlib import Path
         from prefill_probe.record import state_directory
         from prefill_probe.watch import Marker
         Marker(state_directory(os.environ), {"a": 1}).set()
+        if sys.argv[1] == "probing":
+            time.sleep(300)
         os.kill(os.getpid(), 9)
 
 def deaf(queue):
@@ -308,3 +310,37 @@ def test_a_rank_that_was_killed_in_the_middle_of_its_probe_ends_with_70_and_name
 def test_any_other_death_ends_as_without_this_package(tmp_path: Path) -> None:
     status, _, _, _, log = boot("other", tmp_path, 19304)
     assert status == -signal.SIGTERM, log
+
+
+def test_a_server_that_is_stopped_while_a_rank_probes_leaves_no_marker_and_ends_by_the_signal(tmp_path: Path) -> None:
+    from prefill_probe.geometry import make_model
+
+    model = make_model(tmp_path / "model", "flash-next-nvfp4", layers=4)
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    process = subprocess.Popen(
+        [sys.executable, str(script), "probing", "19305", str(model), str(tmp_path / "children")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=ENVIRONMENT | {"XDG_STATE_HOME": str(tmp_path / "state")},
+    )
+    try:
+        end = time.monotonic() + 90
+        state = tmp_path / "state" / "prefill-probe"
+        while time.monotonic() < end and not (list(state.glob("unfinished-*.json")) and _answers(19305)):
+            time.sleep(0.1)
+        assert len(list(state.glob("unfinished-*.json"))) == 1
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+        assert list(state.iterdir()) == []
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            return True
+    except OSError as error:
+        return hasattr(error, "read")
