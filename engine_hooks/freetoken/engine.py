@@ -53,6 +53,10 @@ class FreeTokenEngine:
     # What it is ------------------------------------------------------------------------------------------------
 
     def identity(self) -> Identity:
+        return self._identity
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
         config = self._scheduler.config
         model = config.model_config
         return Identity(

@@ -29,9 +29,7 @@ def wrap(module: ModuleType) -> None:
     def status() -> int | None:
         """The exit status that the probe asks for; None if this is not the probe's doing."""
         text = getattr(server._GLOBAL_STATE, "fatal_error", None) or ""
-        codes = [
-            getattr(process, "exitcode", None) for process in getattr(server._GLOBAL_STATE, "backend_processes", ())
-        ]
+        codes = [process.exitcode for process in _workers(server)]
         # A rank that the deadline ended exits with 70 and can say nothing.
         return exit_status_of(text) or (EX_SOFTWARE if EX_SOFTWARE in codes else None)
 
@@ -40,7 +38,7 @@ def wrap(module: ModuleType) -> None:
         state = server._GLOBAL_STATE
         if exit_status_of(getattr(state, "fatal_error", None) or "") is not None:
             return
-        for process in getattr(state, "backend_processes", ()):
+        for process in _workers(server):
             marker = marker_of(state_directory(os.environ), process.pid) if process.exitcode is not None else None
             if marker is not None:
                 hung = process.exitcode in (EX_SOFTWARE, 1)
@@ -51,7 +49,7 @@ def wrap(module: ModuleType) -> None:
 
     def forget_the_stopped() -> None:
         """Ranks that this server was told to stop in the middle of a probe were not killed by it."""
-        for process in getattr(server._GLOBAL_STATE, "backend_processes", ()):
+        for process in _workers(server):
             marker = marker_of(state_directory(os.environ), process.pid)
             if marker is not None:
                 marker.unlink(missing_ok=True)
@@ -96,7 +94,12 @@ def wrap(module: ModuleType) -> None:
     server.run_api_server, server._exit_after_backend_death = run_api_server, exit_after_backend_death
 
 
+def _workers(server: Any) -> list[Any]:
+    """The server's child processes; none before it has started them."""
+    return list(getattr(server._GLOBAL_STATE, "backend_processes", ()))
+
+
 def _reap(server: Any) -> None:
-    processes = list(getattr(server._GLOBAL_STATE, "backend_processes", ()))
+    processes = _workers(server)
     server._terminate_backend_workers(processes)
     server._reap_backend_workers(processes, timeout=1.0)

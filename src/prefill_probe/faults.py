@@ -130,7 +130,6 @@ _RULES: tuple[_Rule, ...] = (
     _rule("architecture", r"out of resources?: *(shared memory|tensor memory|registers)|OutOfResources"),
     _rule("architecture", r"no kernel image|Rowwise scaling is not currently supported|requires compute capability"),
     _rule("device-lost", rf"\bdevice (is )?lost\b|{_XID}79\b|fallen off the bus|cudaErrorDevicesUnavailable"),
-    _rule("device-lost", r"unspecified launch failure", applies=lambda scene: scene.stage == "after-power-event"),
     _rule("kernel-fault", r"illegal (memory access|address|instruction)|misaligned address|launch failure"),
     _rule("kernel-fault", rf"device-side assert|{_XID}(13|31)\b|cudaErrorIllegalAddress|cudaErrorLaunchFailure"),
     _rule(
