@@ -187,6 +187,10 @@ class Server:
         ).stdout
         return [line for line in found.splitlines() if line.strip() and " Z" not in line]
 
+    def interrupt(self) -> None:
+        """SIGINT to every process of the server, as a terminal sends it."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
     def stop(self) -> int | None:
         """SIGTERM, then SIGKILL to the group; returns the exit status."""
         if self._process.poll() is None:
