@@ -13,6 +13,7 @@ import platform
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,11 +107,13 @@ class Ballast:
 
 
 class Server:
-    """An ``ft serve`` in a process group of its own, its log in a list of (seconds, line)."""
+    """An ``ft serve`` in a process group of its own, on a free port, its log in a list of (seconds, line)."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None, port: int = 19190) -> None:
-        self.port = port
-        self.command = [sys.executable, "-m", "freetoken.cli", "serve", *arguments, "--port", str(port)]
+    def __init__(self, arguments: list[str], environment: dict[str, str] | None = None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.command = [sys.executable, "-m", "freetoken.cli", "serve", *arguments, "--port", str(self.port)]
         self.started = time.monotonic()
         self.log: list[tuple[float, str]] = []
         self._process = subprocess.Popen(

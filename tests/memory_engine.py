@@ -92,6 +92,7 @@ class MemoryEngine:
     before_run: Callable[[int, Shape], None] = lambda number, shape: None
     issue: Callable[[Shape], Shape] = lambda shape: shape
     ranks: Callable[[Any], list[Any]] = lambda value: [value]
+    rank: int = 0
 
     def __post_init__(self) -> None:
         self.resident = 0

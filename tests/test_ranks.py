@@ -15,9 +15,12 @@ pytest.importorskip("torch")
 
 WORKER = """
 import json, os, sys
+from pathlib import Path
+import torch
 import torch.distributed as dist
-from memory_engine import MIB, MemoryEngine
+from memory_engine import MIB, MemoryEngine, out_of_memory
 from prefill_probe import ProbeSettings, probe
+from prefill_probe.record import write_record
 from prefill_probe.render.text import error_for
 rank, port, headrooms, where = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(headrooms))
@@ -33,8 +36,28 @@ def before_run(number, shape):
     if where == "fault" and rank == 1:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-engine = MemoryEngine(headrooms[rank] * MIB, ranks=gather, before_run=before_run)
-record = probe(engine, ProbeSettings(margin_bytes=128 * MIB))
+# The forward's collectives have a communicator of their own, as in an engine.
+forward = dist.new_group(backend="gloo")
+LAYERS = 3
+FAILS = {"before the first collective": 0, "between two collectives": 1, "after the last collective": LAYERS}
+
+class ParallelEngine(MemoryEngine):
+    def run(self, shape):
+        for layer in range(LAYERS + 1):
+            # Once only: what is run next fits.
+            if rank == 1 and layer == FAILS.get(where) and not self.shapes:
+                self.shapes.append(shape)
+                raise out_of_memory(48 * MIB, 24 * MIB)
+            if layer < LAYERS:
+                dist.all_reduce(torch.ones(1), group=forward)
+        return super().run(shape)
+
+def keep(record):
+    write_record(record, Path(sys.argv[5]) / f"rank-{rank}.json")
+    (Path(sys.argv[5]) / f"rank-{rank}.txt").write_text(str(error_for(record)))
+
+engine = ParallelEngine(headrooms[rank] * MIB, ranks=gather, before_run=before_run, rank=rank)
+record = probe(engine, ProbeSettings(margin_bytes=128 * MIB), print, keep)
 error = error_for(record)
 print(json.dumps({"verdict": record.verdict, "ranks": [r.verdict for r in record.ranks],
                   "error": str(error), "type": type(error).__name__,
@@ -46,13 +69,13 @@ os._exit(0)
 """
 
 
-def run_ranks(headrooms: list[int], where: str) -> list[dict[str, object]]:
+def start_ranks(headrooms: list[int], where: str, directory: Path) -> list[subprocess.Popen[str]]:
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
-    workers = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(port), json.dumps(headrooms), where],
+            [sys.executable, "-c", WORKER, str(rank), str(port), json.dumps(headrooms), where, str(directory)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -60,6 +83,10 @@ def run_ranks(headrooms: list[int], where: str) -> list[dict[str, object]]:
         )
         for rank in range(len(headrooms))
     ]
+
+
+def run_ranks(headrooms: list[int], where: str) -> list[dict[str, object]]:
+    workers = start_ranks(headrooms, where, Path())
     outputs = [worker.communicate(timeout=90) for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * len(workers), outputs
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
@@ -85,3 +112,26 @@ def test_ranks_that_all_fit_serve() -> None:
     first, second = run_ranks([4096, 3000], "none")
     assert first["verdict"] == second["verdict"] == "fits"
     assert first["ranks"] == ["fits", "fits"]
+
+
+def test_a_rank_that_fails_at_the_end_of_a_chunk_meets_the_others_and_smaller_chunks_are_run() -> None:
+    first, second = run_ranks([4096, 4096], "after the last collective")
+    assert first["verdict"] == second["verdict"] == "fits"  # a first run's scratch: the repeat of the full chunk fits
+    assert len(first["runs"]) > 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["before the first collective", "between two collectives"])
+def test_a_rank_that_fails_inside_a_forward_ends_by_itself_and_its_record_names_it(where: str, tmp_path: Path) -> None:
+    first, second = start_ranks([4096, 4096], where, tmp_path)
+    try:
+        _, errors = second.communicate(timeout=60)
+        assert second.returncode == 78, errors
+        record = json.loads((tmp_path / "rank-1.json").read_text())
+        assert (record["verdict"], [rank["rank"] for rank in record["ranks"]]) == ("does-not-fit", [1])
+        assert [run["outcome"] for run in record["shapes"]] == ["oom"]
+        text = (tmp_path / "rank-1.txt").read_text()
+        assert "rank 1 failed while the others wait" in text
+        assert "allocating 48 MiB with 24 MiB free" in text
+    finally:
+        first.kill()
+        first.communicate()

@@ -62,10 +62,10 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -
     primary = bool(scheduler.config.tp_info.is_primary())
     engine = FreeTokenEngine(scheduler, noted)
     report = settings.report or default_report(os.environ)
-    with _marked(engine, settings.mode, primary, log) as wanted:
-        if not wanted:
+    with _marked(engine, settings.mode, primary, log) as marker:
+        if marker is None:
             return
-        record = probe(engine, settings, log.debug, lambda hung: _keep_hung(hung, report, log))
+        record = probe(engine, settings, log.debug, lambda last: _keep_last(last, report, marker, log))
         # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
         damaged = any(engine.gather(engine.damaged))
     if primary:
@@ -86,8 +86,8 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -
 
 
 @contextlib.contextmanager
-def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Iterator[bool]:
-    """Keep a marker on disk while the block runs; yields whether the probe is wanted.
+def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Iterator[Marker | None]:
+    """Keep a marker on disk while the block runs; yields it, or None where the probe is not wanted.
 
     It is not where an earlier probe of this configuration never came back (in mode ``warn``).
 
@@ -111,7 +111,7 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
             raise PrefillFaultError(text)
         if primary:
             log.warning(text)
-        yield False
+        yield None
         return
     try:
         marker.set()
@@ -119,7 +119,7 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
         log.warning(f"no marker of an unfinished probe could be written: {error}")
     with _cleared_on_sigterm(marker):
         try:
-            yield True
+            yield marker
         finally:
             marker.clear()
 
@@ -158,7 +158,12 @@ def _keep(record: ProbeRecord, path: Path, log: Any) -> None:
         log.debug(f"record written to {path}")
 
 
-def _keep_hung(record: ProbeRecord, path: Path, log: Any) -> None:
-    """Log and write the record of a probe that hangs (called from the deadline's thread)."""
+def _keep_last(record: ProbeRecord, path: Path, marker: Marker, log: Any) -> None:
+    """Log and write the record of a probe that cannot come back (called from another thread; the process ends).
+
+    The marker of a chunk that hangs stays. One that failed on this rank alone is a verdict like any other.
+    """
     log.error(f"{type(error_for(record)).__name__}: {error_for(record)}")
     _keep(record, path, log)
+    if record.fault is None or record.fault.kind != "time-out":
+        marker.clear()

@@ -49,6 +49,7 @@ class FreeTokenEngine:
         # Whether a run could not be undone: the engine must not serve then, in no mode.
         self.damaged = False
         self.meter: Meter = CudaMeter(scheduler.device)
+        self.rank = int(scheduler.config.tp_info.rank)
 
     # What it is ------------------------------------------------------------------------------------------------
 

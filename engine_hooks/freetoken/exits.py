@@ -13,8 +13,10 @@ import time
 from types import FrameType, ModuleType
 from typing import Any
 
-from prefill_probe.faults import EX_SOFTWARE, exit_status_of
-from prefill_probe.record import state_directory
+from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, exit_status_of
+from prefill_probe.record import RecordError, default_report, read_record, state_directory
+from prefill_probe.render.text import error_for
+from prefill_probe.settings import ProbeSettings
 from prefill_probe.watch import marker_of
 
 # After the engine's own grace period: how long an orderly shutdown may take before it is cut short.
@@ -24,19 +26,24 @@ _SHUTDOWN_SECONDS = 2.0
 def wrap(module: ModuleType) -> None:
     """Wrap ``run_api_server`` and ``_exit_after_backend_death`` of ``freetoken.server.api_server``."""
     server: Any = module
+    started = time.time()
     run, exit_after = server.run_api_server, server._exit_after_backend_death
 
     def status() -> int | None:
         """The exit status that the probe asks for; None if this is not the probe's doing."""
         text = getattr(server._GLOBAL_STATE, "fatal_error", None) or ""
         codes = [process.exitcode for process in _workers(server)]
-        # A rank that the deadline ended exits with 70 and can say nothing.
-        return exit_status_of(text) or (EX_SOFTWARE if EX_SOFTWARE in codes else None)
+        # A rank that was ended from another thread, by the deadline or left alone by the others, can say nothing.
+        return exit_status_of(text) or next((code for code in (EX_CONFIG, EX_SOFTWARE) if code in codes), None)
 
     def name_the_unfinished() -> None:
-        """A rank that died in the middle of a probe could not say so: its marker does."""
+        """A rank that died in the middle of a probe could not say so: its record does, or else its marker."""
         state = server._GLOBAL_STATE
         if exit_status_of(getattr(state, "fatal_error", None) or "") is not None:
+            return
+        if status() is not None and (text := _recorded_error(started)):
+            state.fatal_error = text
+            server.logger.error("%s", text)
             return
         for process in _workers(server):
             marker = marker_of(state_directory(os.environ), process.pid) if process.exitcode is not None else None
@@ -92,6 +99,16 @@ def wrap(module: ModuleType) -> None:
         os._exit(code)
 
     server.run_api_server, server._exit_after_backend_death = run_api_server, exit_after_backend_death
+
+
+def _recorded_error(since: float) -> str:
+    """The named error of the record that was written after ``since`` (seconds of the clock); empty if there is none."""
+    try:
+        path = ProbeSettings.from_environ(os.environ).report or default_report(os.environ)
+        error = error_for(read_record(path)) if path.stat().st_mtime >= since else None
+    except (OSError, ValueError, RecordError):
+        return ""
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _workers(server: Any) -> list[Any]:

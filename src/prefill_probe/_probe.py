@@ -6,25 +6,28 @@ import datetime
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefill_probe import advice as advising
 from prefill_probe import record as records
 from prefill_probe.engine import Engine, Geometry, PlanRefused
-from prefill_probe.faults import Fault, classify
+from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
 from prefill_probe.meter import Measured, Peak
 from prefill_probe.neighbours import moved_bytes
 from prefill_probe.settings import ProbeSettings, margin_for
 from prefill_probe.shape import Limits, Shape, capped_by, fill_chunk, full_chunk, largest_power_of_two_below
 from prefill_probe.sizes import MIB, mib
-from prefill_probe.watch import deadline, deadline_seconds
+from prefill_probe.watch import bounded, deadline, deadline_seconds
 
 Progress = Callable[[str], None]
 Keep = Callable[[records.ProbeRecord], None]
 
 # Free memory that moved by more than this, and not by this process, disturbs a measurement.
 DISTURBANCE_BYTES = 32 * MIB
+# How long a rank whose chunk failed waits for the others. They may be inside a collective of the same forward, where
+# this rank will never come, and nothing but the end of their processes frees them.
+PATIENCE_SECONDS = 3.0
 # On a machine that pages instead of failing, a chunk this many times slower than smaller ones predict is paging.
 PAGING_FACTOR = 3.0
 
@@ -48,12 +51,14 @@ def probe(
             all get the same verdict.
         settings: margin, timeout and the rest. ``mode`` is the caller's: this never raises for a verdict.
         progress: called with one line before each run.
-        keep: called with the record of a probe that hangs, from another thread, before the process is ended.
+        keep: called with the record of a probe that cannot come back, from another thread, before the process is
+            ended: a chunk that hangs (status 70), or one that failed on this rank alone while the others wait for it
+            inside a collective (status 78 or 70, as the fault asks).
 
     Raises:
         whatever the engine raises outside of a run, or an interrupt during one; the engine is settled first.
     """
-    session = Session(engine, settings, progress)
+    session = Session(engine, settings, progress, keep)
     seconds = deadline_seconds(settings.timeout_seconds, session.full.new_tokens)
 
     def report() -> None:
@@ -108,9 +113,10 @@ _SEVERITY = ("fits", "tight", "inconclusive", "does-not-fit", "fault")
 class Session:
     """The runs of one probe and what follows from them."""
 
-    def __init__(self, engine: Engine, settings: ProbeSettings, progress: Progress) -> None:
+    def __init__(self, engine: Engine, settings: ProbeSettings, progress: Progress, keep: Keep) -> None:
         self.engine = engine
         self.progress = progress
+        self.keep = keep
         self.started = time.monotonic()
         self.identity = engine.identity()
         self.limits: Limits = engine.limits()
@@ -226,10 +232,23 @@ class Session:
             gc.collect()
         run = Run(issued, cold, measured, fault, site)
         self.runs.append(run)
-        outcomes = self.engine.gather((run.ok, fault is None or fault.retryable))
+        outcomes = self._outcomes(run)
         self.all_ok = all(ok for ok, _ in outcomes)
         self.device_usable = self.device_usable and all(usable for _, usable in outcomes)
         return run
+
+    def _outcomes(self, run: Run) -> list[tuple[bool, bool]]:
+        """Of every rank: whether its run came back, and whether its device can run more."""
+        if run.fault is None:
+            return self.engine.gather((True, True))
+
+        def report() -> None:
+            self.progress(f"the other ranks did not answer within {PATIENCE_SECONDS:.0f} s")
+            self.keep(self.left_alone())
+
+        status = EX_CONFIG if run.fault.is_memory else EX_SOFTWARE
+        with bounded(PATIENCE_SECONDS, report, status):
+            return self.engine.gather((False, run.fault.retryable))
 
     # What follows ----------------------------------------------------------------------------------------------
 
@@ -277,7 +296,7 @@ class Session:
         """The record, the same on every rank: the worst rank's view, and a row for each."""
         parts = self.engine.gather(self.part())
         worst = max(range(len(parts)), key=lambda rank: _SEVERITY.index(parts[rank].verdict))
-        record = self._build(parts[worst], parts)
+        record = self._build(parts[worst], dict(enumerate(parts)))
         if record.verdict in ("tight", "does-not-fit"):
             try:
                 record = replace(record, advice=self._advice(parts[worst]))
@@ -300,9 +319,15 @@ class Session:
             seconds=round(seconds, 1),
         )
         part = Part("fault", self.idle.headroom_bytes, None, (*shapes, hung), fault, tuple(self.notes))
-        return self._build(part, [part])
+        return self._build(part, {self.engine.rank: part})
 
-    def _build(self, part: Part, parts: Sequence[Part]) -> records.ProbeRecord:
+    def left_alone(self) -> records.ProbeRecord:
+        """The record of this rank's failure, when the others cannot be asked."""
+        part = self.part()
+        note = f"rank {self.engine.rank} failed while the others wait for it in the forward; nothing smaller was run"
+        return self._build(replace(part, notes=(*part.notes, note)), {self.engine.rank: part})
+
+    def _build(self, part: Part, parts: Mapping[int, Part]) -> records.ProbeRecord:
         budget = self.engine.budget()
         fault = part.fault
         effective = self.full.new_tokens
@@ -333,7 +358,7 @@ class Session:
             else records.FaultEntry(fault.kind, fault.retryable, fault.chunk_helps, fault.ratio_helps, fault.text),
             ranks=[
                 records.Rank(rank, each.verdict, each.headroom_bytes, each.need.device_bytes if each.need else None)
-                for rank, each in enumerate(parts)
+                for rank, each in sorted(parts.items())
             ],
             neighbours=self._neighbours(),
             notes=list(part.notes),

@@ -90,9 +90,14 @@ class Engine(Protocol):
     """A host under probe, idle, after it has captured its CUDA graphs.
 
     ``run`` may be called many times; ``settle`` once, at the end.
+
+    Attributes:
+        meter: of the device that it runs on.
+        rank: its tensor-parallel rank; 0 without tensor parallelism.
     """
 
     meter: Meter
+    rank: int
 
     def identity(self) -> Identity:
         """What is probed."""

@@ -29,20 +29,17 @@ def deadline_seconds(timeout_seconds: float, chunk_tokens: int) -> float:
 
 
 @contextlib.contextmanager
-def deadline(seconds: float, report: Callable[[], None]) -> Iterator[None]:
-    """End this process with status 70 if the block does not end within ``seconds``.
+def bounded(seconds: float, report: Callable[[], None], status: int) -> Iterator[None]:
+    """End this process with ``status`` if the block does not end within ``seconds``.
 
-    The stacks of all threads go to standard error, then ``report`` is called (it may log and write the record; what
-    it raises is printed and changes nothing), then the process ends without cleaning up, since a hung kernel would
-    hang the cleaning up as well. A main thread that is blocked without giving up the interpreter lock is ended ten
-    seconds later by faulthandler, which needs no lock, with status 1.
+    ``report`` is called first (it may log and write the record; what it raises is printed and changes nothing). The
+    process ends without cleaning up, since what keeps the block from ending would hang the cleaning up as well.
     """
     ended = threading.Event()
 
     def wait() -> None:
         if ended.wait(seconds):
             return
-        _dump_stacks()
         try:
             report()
         except Exception as error:
@@ -50,16 +47,33 @@ def deadline(seconds: float, report: Callable[[], None]) -> Iterator[None]:
         finally:
             with contextlib.suppress(Exception):
                 sys.stderr.flush()
-            os._exit(EX_SOFTWARE)
+            os._exit(status)
 
-    thread = threading.Thread(target=wait, name="prefill-probe-deadline", daemon=True)
-    with contextlib.suppress(Exception):  # a standard error without a file descriptor: the thread must do
-        faulthandler.dump_traceback_later(seconds + _LAST_RESORT_SECONDS, exit=True)
-    thread.start()
+    threading.Thread(target=wait, name="prefill-probe-watch", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, report: Callable[[], None]) -> Iterator[None]:
+    """End this process with status 70 if the block, which a kernel may hang in, does not end within ``seconds``.
+
+    As ``bounded``, and the stacks of all threads go to standard error first. A main thread that is blocked without
+    giving up the interpreter lock is ended ten seconds later by faulthandler, which needs no lock, with status 1.
+    """
+
+    def stacks_and_report() -> None:
+        _dump_stacks()
+        report()
+
+    with contextlib.suppress(Exception):  # a standard error without a file descriptor: the thread must do
+        faulthandler.dump_traceback_later(seconds + _LAST_RESORT_SECONDS, exit=True)
+    try:
+        with bounded(seconds, stacks_and_report, EX_SOFTWARE):
+            yield
+    finally:
         faulthandler.cancel_dump_traceback_later()
 
 

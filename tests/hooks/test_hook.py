@@ -207,6 +207,12 @@ def worker(queue, how):
         if sys.argv[1] == "probing":
             time.sleep(300)
         os.kill(os.getpid(), 9)
+    if how == "left alone":
+        from memory_engine import MIB, MemoryEngine
+        from prefill_probe import ProbeSettings, probe
+        from prefill_probe.record import default_report, write_record
+        write_record(probe(MemoryEngine(100 * MIB), ProbeSettings()), default_report(os.environ))
+        os._exit(78)
 
 def deaf(queue):
     import signal
@@ -245,7 +251,8 @@ def boot(how: str, directory: Path, port: int, open_connection: bool = False) ->
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=ENVIRONMENT | {"XDG_STATE_HOME": str(directory / "state")},
+        env=ENVIRONMENT
+        | {"XDG_STATE_HOME": str(directory / "state"), "PYTHONPATH": str(Path(__file__).resolve().parents[1])},
     )
     health, died_at = "", None
     end = time.monotonic() + 90
@@ -305,6 +312,13 @@ def test_a_rank_that_was_killed_in_the_middle_of_its_probe_ends_with_70_and_name
     assert status == 70, log
     assert "PrefillFaultError" in health
     assert "unfinished-" in health
+
+
+def test_a_rank_that_ended_by_itself_is_named_by_its_record(tmp_path: Path) -> None:
+    status, left, _, health, log = boot("left alone", tmp_path, 19306)
+    assert status == 78, log
+    assert left == []
+    assert "PrefillOOMError: a full prefill chunk does not fit this GPU" in json.loads(health)["message"]
 
 
 def test_any_other_death_ends_as_without_this_package(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_one_screen_is_enough_in_the_worst_case() -> None:
 def test_where_nothing_fits_no_value_is_made_up() -> None:
     text = str(error_for(probe(MemoryEngine(10 * MIB), SETTINGS)))
     assert "no chunk came back" in text
-    assert "No chunk fits" in text
+    assert "Not even a chunk of 64 tokens" in text
     assert "--max-prefill-length 8192)" in text
     assert "peak about" not in text
 

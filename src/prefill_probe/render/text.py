@@ -60,9 +60,7 @@ def oom_text(record: ProbeRecord) -> str:
         lines.append(_row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
     if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
         lines.append(_row("failed in", _failure(failed)))
-    if len(record.ranks) > 1:
-        bad = [f"rank {rank.rank}" for rank in record.ranks if rank.verdict == "does-not-fit"]
-        lines.append(_row("on", ", ".join(bad)))
+    lines += _ranks(record)
     lines += _neighbours(record)
     lines += [_row("note", note) for note in record.notes]
     lines += _advice(record)
@@ -90,6 +88,8 @@ def fault_text(record: ProbeRecord) -> str:
     if failed := next((run for run in reversed(record.shapes) if run.oom and run.oom.site), None):
         assert failed.oom is not None
         lines.append(_row("failed in", failed.oom.site))
+    lines += _ranks(record)
+    lines += [_row("note", note) for note in record.notes]
     if record.fault is not None and record.fault.chunk_helps:
         lines.append("A smaller --max-prefill-length avoids it; a --memory-ratio does not.")
     lines.append("To serve without this check: --prefill-probe off")
@@ -129,10 +129,19 @@ def _advice(record: ProbeRecord) -> list[str]:
     elif any(run.outcome == "ok" for run in record.shapes):
         lines.append("No value of one flag alone leaves enough memory; a smaller model or a larger GPU does.")
     else:
-        lines.append("No chunk fits, not even the smallest: lower --memory-ratio, or free memory on this GPU.")
+        smallest = min((run.new_tokens for run in record.shapes), default=record.chunk.effective)
+        lines.append(
+            f"Not even a chunk of {smallest} tokens came back: lower --memory-ratio, or free memory on this GPU."
+        )
     lines += [f"Does not help: {_flags(line)}: {line.reason}" for line in refused]
     lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
     return lines
+
+
+def _ranks(record: ProbeRecord) -> list[str]:
+    """The ranks that the verdict is about, where there are several."""
+    worst = [f"rank {rank.rank}" for rank in record.ranks if rank.verdict == record.verdict]
+    return [_row("on", ", ".join(worst))] if len(record.ranks) > 1 else []
 
 
 def _neighbours(record: ProbeRecord) -> list[str]:
