@@ -37,7 +37,11 @@ class MemoryMeter:
 
     def read(self) -> Reading:
         engine = self._engine
+        engine.fragments = 0
         return Reading(0, 0, engine.headroom - engine.resident - self.foreign, engine.total)
+
+    def reread(self, start: Reading) -> Reading:
+        return start
 
     def highest(self) -> Peak:
         return Peak(self.peak, self.peak, 0)
@@ -58,7 +62,9 @@ class MemoryMeter:
             yield measured
         finally:
             grown = self._engine.resident - resident + max(0, self.foreign - foreign)
-            measured.peak = Peak(self.peak, self.peak, self.peak + grown)
+            reserved = self.peak + self._engine.fragments
+            measured.peak = Peak(self.peak, reserved, reserved + grown)
+            self._engine.fragments += self._engine.fragments_each_run
             measured.seconds = self._engine.seconds
             measured.free_bytes = idle.free_bytes - self.peak
 
@@ -70,6 +76,9 @@ class MemoryMeter:
 class MemoryEngine:
     """``headroom`` bytes; a chunk of T tokens takes ``fixed + T * per_token``, the first one ``first_extra`` more.
 
+    ``extra`` is what a shape takes beyond that. What the allocator keeps unused grows by ``fragments_each_run`` at
+    every run, until it is handed back.
+
     ``before_run`` is called with the number of the run and the shape, and may raise or change the engine.
     """
 
@@ -78,6 +87,9 @@ class MemoryEngine:
     fixed: int = 20 * MIB
     first_extra: int = 0
     resident_after_first: int = 0
+    extra: Callable[[Shape], int] = lambda shape: 0
+    fragments_each_run: int = 0
+    state_tokens: int = 0
     chunk: int = 8192
     requested: int = 8192
     longest: int = 262143
@@ -99,6 +111,7 @@ class MemoryEngine:
         self.seconds = 0.5
         self.shapes: list[Shape] = []
         self.settled = 0
+        self.fragments = 0
         self.meter = MemoryMeter(self)
 
     def identity(self) -> Identity:
@@ -113,7 +126,15 @@ class MemoryEngine:
 
     def limits(self) -> Limits:
         return Limits(
-            self.requested, self.chunk, "", self.align, self.longest, self.sequences, self.page, self.kv_pages
+            self.requested,
+            self.chunk,
+            "",
+            self.align,
+            self.longest,
+            self.sequences,
+            self.page,
+            self.kv_pages,
+            self.state_tokens,
         )
 
     def budget(self) -> Budget:
@@ -129,7 +150,7 @@ class MemoryEngine:
         self.shapes.append(shape)
         self.before_run(len(self.shapes), shape)
         issued = self.issue(shape)
-        want = self.fixed + issued.new_tokens * self.per_token
+        want = self.fixed + issued.new_tokens * self.per_token + self.extra(issued)
         if len(self.shapes) == 1:
             want += self.first_extra
             self.resident = self.resident_after_first

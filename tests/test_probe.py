@@ -1,17 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from memory_engine import MIB, MemoryEngine, out_of_memory
 
 from prefill_probe import ProbeSettings, Sequence, Shape, probe
 from prefill_probe._probe import Part
-from prefill_probe.engine import Budget, Pool
+from prefill_probe.engine import Budget, Pool, ShapeRefused
 from prefill_probe.record import ProbeRecord
-from prefill_probe.shape import Limits, full_chunk
+from prefill_probe.render.text import error_for
 
 MARGIN = ProbeSettings(margin_bytes=128 * MIB)
 
@@ -29,10 +28,10 @@ def test_a_chunk_that_leaves_the_margin_fits() -> None:
     assert not record.need.estimated
     assert record.advice == []
     assert [(run.new_tokens, run.run, run.outcome) for run in record.shapes] == [
-        (8192, "cold", "ok"),
-        (8192, "warm", "ok"),
-        (4096, "cold", "ok"),
-        (4096, "warm", "ok"),
+        (8192, "cold", "ok"),  # full
+        (8192, "cold", "ok"),  # deepest
+        (64, "warm", "ok"),
+        (8192, "warm", "ok"),  # the larger of the two again, with nothing handed back
     ]
 
 
@@ -302,32 +301,81 @@ def test_a_full_chunk_that_crawls_on_wsl_is_oversubscribed() -> None:
     assert any("oversubscribed" in note for note in record.notes)
 
 
-# Shapes -------------------------------------------------------------------------------------------------------------
-
-limits = st.builds(
-    Limits,
-    requested_chunk=st.just(8192),
-    budget=st.integers(1, 300_000),
-    budget_capped_by=st.just(""),
-    align=st.just(64),
-    longest_prompt=st.integers(1, 300_000),
-    max_sequences=st.integers(1, 64),
-    page_tokens=st.sampled_from([1, 16, 64]),
-    kv_pages=st.integers(2, 100_000),
-)
+# The worst shape ----------------------------------------------------------------------------------------------------
 
 
-@given(limits)
-@settings(max_examples=200, deadline=None)
-def test_a_full_chunk_is_admissible_and_as_large_as_the_limits_allow(given_limits: Limits) -> None:
-    if given_limits.page_tokens * given_limits.kv_pages < 3:
-        return
-    shape = full_chunk(given_limits)
-    lengths = [sequence.new_tokens for sequence in shape.sequences]
-    page = given_limits.page_tokens
-    assert sum(lengths) <= given_limits.budget
-    assert len(lengths) <= given_limits.max_sequences
-    assert max(lengths) <= given_limits.longest_prompt
-    assert sum(-(-(length + 1) // page) for length in lengths) <= given_limits.kv_pages
-    if given_limits.budget <= given_limits.longest_prompt and (given_limits.budget + 1) <= page * given_limits.kv_pages:
-        assert lengths == [given_limits.budget]
+def only(name: str, extra: int) -> Callable[[Shape], int]:
+    return lambda shape: extra if shape.name.startswith(name) else 0
+
+
+@pytest.mark.parametrize("name", ["deepest chunk", "packed chunk"])
+def test_the_need_is_that_of_the_worst_shape_and_the_record_names_it(name: str) -> None:
+    engine = MemoryEngine(4096 * MIB, sequences=4, state_tokens=64, extra=only(name, 300 * MIB))
+    record = probe(engine, MARGIN)
+    assert record.verdict == "fits"
+    assert record.need is not None
+    assert (record.need.shape, record.need.device_bytes) == (name, need(engine, 8192) + 300 * MIB)
+    assert [run.name for run in record.shapes][-1].startswith(name)
+
+
+@pytest.mark.parametrize("name", ["deepest chunk", "packed chunk"])
+def test_a_shape_that_does_not_fit_stops_the_start_even_if_the_full_chunk_fits(name: str) -> None:
+    engine = MemoryEngine(4096 * MIB, sequences=4, state_tokens=64, extra=only(name, 3000 * MIB))
+    record = probe(engine, MARGIN)
+    assert record.verdict == "does-not-fit"
+    assert record.need is not None
+    assert (record.need.shape, record.need.estimated) == (name, True)
+    assert record.need.device_bytes >= need(engine, 8192) + 3000 * MIB
+    for line in record.advice:
+        tokens = line.flags.get("--max-prefill-length")
+        assert tokens is None or need(engine, int(tokens)) + 3000 * MIB + 128 * MIB <= 4096 * MIB
+    assert name in str(error_for(record))
+
+
+def test_a_tight_worst_shape_is_kept_at_every_size_that_is_advised() -> None:
+    extra = 2000 * MIB
+    engine = MemoryEngine(need(MemoryEngine(0), 8192) + extra + 10 * MIB, extra=only("deepest", extra))
+    record = probe(engine, MARGIN)
+    assert record.verdict == "tight"
+    chunks = [int(line.flags["--max-prefill-length"]) for line in record.advice if "--max-prefill-length" in line.flags]
+    assert chunks
+    assert all(need(engine, tokens) + extra + 128 * MIB <= engine.headroom for tokens in chunks)
+
+
+def test_only_the_shapes_that_were_named_are_run() -> None:
+    engine = MemoryEngine(4096 * MIB, sequences=4, state_tokens=64)
+    names = {run.name.partition(",")[0] for run in probe(engine, ProbeSettings(shapes=("full", "packed"))).shapes}
+    assert names == {"full chunk", "packed chunk", "64 tokens"}
+
+
+def test_a_shape_that_the_scheduler_does_not_admit_is_noted_and_is_no_fault() -> None:
+    def refuse(number: int, shape: Shape) -> None:
+        if shape.name == "deepest chunk":
+            raise ShapeRefused("the scheduler admits only 64 of 4096 cached tokens")
+
+    record = probe(MemoryEngine(4096 * MIB, before_run=refuse), MARGIN)
+    assert record.verdict == "fits"
+    assert record.notes == ["deepest chunk not run: the scheduler admits only 64 of 4096 cached tokens"]
+    assert record.need is not None
+    assert record.need.shape == "full chunk"
+
+
+def test_shapes_that_the_limits_rule_out_are_not_run() -> None:
+    engine = MemoryEngine(4096 * MIB, chunk=1000, longest=1000)
+    assert {run.name.partition(",")[0] for run in probe(engine, MARGIN).shapes} == {"full chunk", "64 tokens"}
+
+
+def test_reserved_memory_that_keeps_growing_is_reported_and_counted() -> None:
+    engine = MemoryEngine(4096 * MIB, fragments_each_run=40 * MIB)
+    record = probe(engine, MARGIN)
+    assert any("fragmentation" in note for note in record.notes)
+    assert record.need is not None
+    assert record.need.reserved_bytes >= need(engine, 8192) + 200 * MIB
+    assert not any("fragmentation" in note for note in probe(MemoryEngine(4096 * MIB), MARGIN).notes)
+
+
+def test_what_only_a_first_run_took_is_not_in_the_need() -> None:
+    engine = MemoryEngine(4096 * MIB, first_extra=256 * MIB, chunk=1000, longest=1000)
+    record = probe(engine, MARGIN)
+    assert record.need is not None
+    assert record.need.allocated_bytes == need(engine, 1000)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prefill_probe import Mode, ProbeSettings
+from prefill_probe.settings import parse_shapes
 
 
 def test_an_empty_environment_is_the_default() -> None:
@@ -17,9 +18,11 @@ def test_every_setting_has_its_variable() -> None:
         "PREFILL_PROBE": "warn",
         "PREFILL_PROBE_MARGIN": "1GiB",
         "PREFILL_PROBE_TIMEOUT": "12.5",
+        "PREFILL_PROBE_SHAPES": "packed, deep",
         "PREFILL_PROBE_REPORT": "/var/lib/x.json",
     }
-    assert ProbeSettings.from_environ(environ) == ProbeSettings(Mode.WARN, 1 << 30, 12.5, Path("/var/lib/x.json"))
+    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, ("full", "deep", "packed"), Path("/var/lib/x.json"))
+    assert ProbeSettings.from_environ(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,12 @@ def test_every_setting_has_its_variable() -> None:
 def test_a_bad_value_names_its_variable_and_what_is_accepted(variable: str, value: str, accepted: str) -> None:
     with pytest.raises(ValueError, match=f"^{variable}: .*{accepted}"):
         ProbeSettings.from_environ({variable: value})
+
+
+def test_shapes_are_named_or_automatic_and_the_full_chunk_is_always_among_them() -> None:
+    assert parse_shapes("auto") == ("full", "deep", "packed")
+    assert parse_shapes("decode,auto") == ("full", "deep", "packed", "decode")
+    assert parse_shapes("full") == ("full",)
+    for text in ("", "deepest", "full,,deep"):
+        with pytest.raises(ValueError, match="is not a shape; use auto, or some of full, first"):
+            parse_shapes(text)

@@ -8,16 +8,17 @@ import importlib.metadata
 import math
 import platform
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine_hooks.freetoken.planner import Planner, PlannerTap
 from engine_hooks.freetoken.sites import site_of
 from engine_hooks.freetoken.state import Before
-from prefill_probe.engine import Budget, Geometry, Identity
+from prefill_probe.engine import Budget, Geometry, Identity, ShapeRefused
 from prefill_probe.faults import classify
 from prefill_probe.meter import CudaMeter, Meter
-from prefill_probe.shape import Limits, Sequence, Shape, full_chunk
+from prefill_probe.shape import DECODE_OUTPUT_TOKENS, DECODE_PROMPT_TOKENS, Limits, Sequence, Shape, full_chunk
 
 T = TypeVar("T")
 
@@ -27,6 +28,7 @@ SEED = 20260101
 GDN_CHUNK = 64
 # Ids of the probe's requests: no client has a negative one.
 _UID = -1000
+_DECODE_UID = -100_000
 
 
 class FreeTokenEngine:
@@ -43,7 +45,7 @@ class FreeTokenEngine:
         self._given = noted.given
         self._device = scheduler.device
         self._before = Before(scheduler)
-        self._issued: list[int] = []
+        self._issued: tuple[Sequence, ...] = ()
         # The error behind a fault, for whoever raises it again; never one that holds tensors.
         self.last_fault: BaseException | None = None
         # Whether a run could not be undone: the engine must not serve then, in no mode.
@@ -119,6 +121,7 @@ class FreeTokenEngine:
             max_sequences=sequences,
             page_tokens=int(cache.page_size),
             kv_pages=int(engine.num_pages),
+            state_tokens=GDN_CHUNK if engine.linear_state_pool is not None else 0,
         )
 
     def budget(self) -> Budget:
@@ -132,26 +135,36 @@ class FreeTokenEngine:
     def run(self, shape: Shape) -> Shape:
         """One prefill pass, as ``Scheduler.overlap_loop`` runs it: admission, preparation, restore, forward, sampler.
 
-        Only what speaks to clients is left out. Whatever the outcome, everything that the pass took is given back.
+        Only what speaks to clients is left out. Cached tokens have real pages, rows and state, whose content is
+        blank: no forward is run for them. Whatever the outcome, everything that the pass took is given back.
+
+        Raises:
+            ShapeRefused: the scheduler does not admit it.
+            ValueError: several sequences of which one has cached tokens.
         """
         import torch
         from freetoken.env import ENV
 
-        self._issued = []
-        if any(sequence.cached_tokens for sequence in shape.sequences):
-            raise ValueError("shapes with cached tokens cannot be run yet")
+        self._issued = ()
+        if shape.cached_tokens and len(shape.sequences) > 1:
+            raise ValueError("only a single sequence can have cached tokens")
         scheduler = self._scheduler
-        self._before.keep_rows(len(shape.sequences))
+        self._before.keep_rows(len(shape.sequences) + shape.decodes)
         _load_prefix_compare()
         reqs: list[Any] = []
+        failed = True
         try:
             with torch.inference_mode():
+                self._before.shuffle_free_pages()
                 if ENV.DISABLE_OVERLAP_SCHEDULING:
                     with torch.cuda.stream(scheduler.engine.stream):
                         self._pass(shape, reqs)
                 else:
                     self._pass(shape, reqs)
+            failed = False
             return self.issued(shape)
+        except ShapeRefused:
+            raise
         except Exception as error:
             self.last_fault = None if classify(error).is_memory else error
             traceback.clear_frames(error.__traceback__)  # they hold the chunk's tensors
@@ -160,37 +173,96 @@ class FreeTokenEngine:
             self.damaged = True
             torch.cuda.synchronize(self._device)
             with torch.inference_mode():
-                self._before.restore(reqs)
+                self._before.restore(reqs, failed=failed)
             self.damaged = False
 
     def issued(self, shape: Shape) -> Shape:
         """What the scheduler made of ``shape`` when it was last run, also if that run failed later."""
-        issued = tuple(Sequence(0, length) for length in self._issued)
-        return Shape(shape.name, issued) if issued and issued != shape.sequences else shape
+        return replace(shape, sequences=self._issued) if self._issued else shape
 
     def _pass(self, shape: Shape, reqs: list[Any]) -> None:
+        """``reqs`` is filled with the requests that hold something, as they come."""
         scheduler = self._scheduler
         engine = scheduler.engine
+        # Alive until the chunk is through, as in the engine's overlapped loop.
+        last_step = self._decode_step(shape.decodes, reqs) if shape.decodes else None
         for request in self._requests(shape):
             scheduler.prefill_manager.add_one_req(request)
+        running = len(reqs)
+        if shape.cached_tokens:
+            self._walk_to(shape.cached_tokens, reqs)
         scheduler.stream.wait_stream(engine.stream)
         batch = scheduler.prefill_manager.schedule_next_batch(scheduler.prefill_budget)
         if batch is None:
-            raise RuntimeError(f"the scheduler admitted no request of {shape}")
-        reqs += batch.reqs
-        self._issued = [req.extend_len for req in batch.reqs]
-        forward_input = scheduler._prepare_batch(batch)
-        with scheduler.engine_stream_ctx:
-            engine.stream.wait_stream(scheduler.stream)
-            scheduler._restore_linear_states(batch)
-            output = scheduler._forward(forward_input)
+            raise ShapeRefused("the scheduler admits no request of it")
+        reqs[running:] = batch.reqs
+        self._issued = tuple(Sequence(req.cached_len, req.extend_len) for req in batch.reqs)
+        if shape.restored:
+            for req in batch.reqs:
+                if req.cached_len and req.mamba_ping_pong is not None:
+                    # As a prefix hit: from a snapshot's slot, here the one that this chunk does not write to.
+                    req.mamba_restore_src = req.mamba_ping_pong[1 - req.mamba_next_track_idx]
+        output = self._launch(scheduler._prepare_batch(batch))
         output.copy_done_event.synchronize()
+        del last_step
 
-    def _requests(self, shape: Shape) -> list[Any]:
+    def _launch(self, forward_input: Any) -> Any:
+        scheduler = self._scheduler
+        with scheduler.engine_stream_ctx:
+            scheduler.engine.stream.wait_stream(scheduler.stream)
+            scheduler._restore_linear_states(forward_input.batch)
+            return scheduler._forward(forward_input)
+
+    def _walk_to(self, cached_tokens: int, reqs: list[Any]) -> None:
+        """Bring the waiting prompt to ``cached_tokens``, by the scheduler's own passes, without their forwards.
+
+        In one pass, or where a window pool holds only part of a prompt, in passes as requests have them.
+        """
+        scheduler = self._scheduler
+        running, done = len(reqs), 0
+        step = scheduler.prefill_budget if scheduler.cache_manager.swa_pool is not None else cached_tokens
+        self._before.blank_cache()
+        while done < cached_tokens:
+            batch = scheduler.prefill_manager.schedule_next_batch(min(step, cached_tokens - done))
+            if batch is None or not batch.reqs[0].extend_len:
+                raise ShapeRefused(f"the scheduler admits only {done} of {cached_tokens} cached tokens")
+            reqs[running:] = batch.reqs
+            done += self._skip(batch.reqs)
+
+    def _skip(self, batch_reqs: list[Any]) -> int:
+        """What a prefill pass does to its requests, without the forward; the tokens that it would have processed."""
+        cache = self._scheduler.cache_manager
+        tokens = sum(int(req.extend_len) for req in batch_reqs)
+        cache.free_swa_out_of_window_extend(batch_reqs)
+        cache.allocate_paged(batch_reqs)
+        for req in batch_reqs:
+            req.complete_one()
+        return tokens
+
+    def _decode_step(self, count: int, reqs: list[Any]) -> Any:
+        """One step of ``count`` requests that generate; gives back what the overlapped loop keeps of it."""
+        scheduler = self._scheduler
+        shape = Shape("decodes", tuple(Sequence(0, DECODE_PROMPT_TOKENS) for _ in range(count)))
+        for request in self._requests(shape, first_uid=_DECODE_UID, max_tokens=DECODE_OUTPUT_TOKENS):
+            scheduler.prefill_manager.add_one_req(request)
+        self._before.blank_cache()
+        while scheduler.prefill_manager.pending_list:
+            batch = scheduler.prefill_manager.schedule_next_batch(shape.new_tokens)
+            if batch is None:
+                raise ShapeRefused(f"the scheduler does not admit {count} requests beside the chunk")
+            reqs += batch.reqs
+            self._skip(batch.reqs)
+            scheduler.decode_manager.filter_reqs(batch.reqs)
+        scheduler.stream.wait_stream(scheduler.engine.stream)
+        forward_input = scheduler._prepare_batch(scheduler.decode_manager.schedule_next_batch())
+        return forward_input, self._launch(forward_input)
+
+    def _requests(self, shape: Shape, first_uid: int = _UID, max_tokens: int = 1) -> list[Any]:
         """Requests as the API server would send them.
 
         The full chunk is sampled as a request that names nothing is, by the checkpoint's own defaults; smaller chunks
-        greedily, so that both paths of the sampler that requests will take are loaded, and no other.
+        greedily, so that both paths of the sampler that requests will take are loaded, and no other. A prompt that
+        does not end with its chunk is longer by as little as makes it so.
         """
         import torch
         from freetoken.core import SamplingParams
@@ -202,9 +274,14 @@ class FreeTokenEngine:
         vocabulary = int(self._scheduler.config.model_config.vocab_size)
         return [
             UserMsg(
-                uid=_UID - number,
-                input_ids=torch.randint(vocabulary, (sequence.new_tokens,), generator=generator, dtype=torch.int32),
-                sampling_params=SamplingParams(**sampling, max_tokens=1),
+                uid=first_uid - number,
+                input_ids=torch.randint(
+                    vocabulary,
+                    (sequence.cached_tokens + sequence.new_tokens + (not shape.final),),
+                    generator=generator,
+                    dtype=torch.int32,
+                ),
+                sampling_params=SamplingParams(**sampling, max_tokens=max_tokens),
             )
             for number, sequence in enumerate(shape.sequences)
         ]

@@ -24,7 +24,10 @@ class Before:
         self._lists = [(owner, name, _kept(getattr(owner, name))) for owner, name in _free_lists(scheduler)]
         self._pending = list(scheduler.prefill_manager.pending_list)
         self._iteration = scheduler._forward_iter
-        self._rows = list(scheduler.table_manager._free_slots)
+        self._running = set(scheduler.decode_manager.running_reqs)
+        self._pages = scheduler.cache_manager.free_slots
+        self._page_order: Any = None
+        self._blank = False
         device = scheduler.device
         self._rng = torch.get_rng_state(), torch.cuda.get_rng_state(device)
         # Rows are empty at the end of a boot; keep what is there all the same.
@@ -38,22 +41,49 @@ class Before:
                 copies = [table[row].to("cpu", copy=True) for table in (tables.page_table, self._scheduler.token_pool)]
                 self._saved_rows[row] = (copies[0], copies[1])
 
-    def restore(self, reqs: list[Any]) -> None:
+    def shuffle_free_pages(self) -> None:
+        """Have the free pages of the KV pool handed out in the order that a used free list has: none.
+
+        In place, so that no second list is part of what is measured; ``restore`` puts the order back.
+        """
+        import torch
+
+        if self._page_order is None:
+            self._page_order = self._pages.to("cpu", copy=True)
+        chance = torch.Generator().manual_seed(len(self._pages))
+        self._pages.copy_(self._page_order[torch.randperm(len(self._pages), generator=chance)])
+
+    def blank_cache(self) -> None:
+        """Zero the KV pool, once, before a chunk attends to tokens whose forward was not run.
+
+        Every page is free. Memory that was never written may hold NaN, which an indexer or a router must not meet.
+        Index maps (integers) are state, and kept.
+        """
+        if self._blank:
+            return
+        for tensor in _tensors(self._scheduler.engine.kv_cache):
+            if tensor.is_floating_point() or tensor.element_size() == 1:
+                tensor.zero_()
+        self._blank = True
+
+    def restore(self, reqs: list[Any], *, failed: bool = False) -> None:
         """Give back everything that ``reqs`` hold, and put the bookkeeping back as it was noted.
 
         The device must be idle. ``reqs`` are the requests of the chunk that ran or failed. Whatever fails on the
-        device, the lists are put back.
+        device, the lists are put back. ``failed``: the allocator may have nothing left.
         """
         import torch
 
         scheduler = self._scheduler
-        torch.cuda.empty_cache()  # the device steps below allocate a little, right after running out perhaps
+        if failed:
+            torch.cuda.empty_cache()  # the device steps below allocate a little, right after running out perhaps
         try:
             self._restore_device(reqs)
         finally:
             for owner, name, value in self._lists:
                 setattr(owner, name, _kept(value))
             scheduler.prefill_manager.pending_list = list(self._pending)
+            scheduler.decode_manager.running_reqs = set(self._running)
             scheduler._forward_iter = self._iteration
             torch.set_rng_state(self._rng[0])
         torch.cuda.set_rng_state(self._rng[1], scheduler.device)
@@ -65,6 +95,8 @@ class Before:
         for req in reqs:
             scheduler.cache_manager.unlock(req.cache_handle)
         self._unbind_windows()
+        if self._page_order is not None:
+            self._pages.copy_(self._page_order)
         for row, (pages, tokens) in self._saved_rows.items():
             tables.page_table[row].copy_(pages)
             scheduler.token_pool[row].copy_(tokens)
@@ -84,10 +116,21 @@ class Before:
         cache = self._scheduler.cache_manager
         if cache.swa_pool is None or not getattr(cache.swa_pool, "swa_paged", False):
             return
-        noted = next(value for owner, name, value in self._lists if owner is cache and name == "free_slots")
-        taken = noted[: len(noted) - len(cache.free_slots)]
+        taken = self._pages[: len(self._pages) - len(cache.free_slots)]
         if len(taken):
             cache.swa_pool.free_swa(cache._page_to_token(taken))
+
+
+def _tensors(pool: Any) -> Iterator[Any]:
+    """Every tensor of a KV pool and of the pools that it is made of."""
+    import torch
+
+    for value in vars(pool).values():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.Tensor):
+                yield each
+            elif type(each).__module__.startswith("freetoken.kvcache") and hasattr(each, "__dict__"):
+                yield from _tensors(each)
 
 
 def _kept(value: Any) -> Any:

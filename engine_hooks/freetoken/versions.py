@@ -27,6 +27,12 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "freetoken.scheduler.cache": {
         "CacheManager.unlock": ("handle",),
+        "CacheManager.allocate_paged": ("reqs",),
+        "CacheManager.free_swa_out_of_window_extend": ("reqs",),
+    },
+    "freetoken.scheduler.decode": {
+        "DecodeManager.filter_reqs": ("reqs",),
+        "DecodeManager.schedule_next_batch": (),
     },
     "freetoken.kvcache.linear_state_pool": {
         "LinearStatePool.clear_slots": ("slots",),
@@ -43,7 +49,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     "freetoken.kernel": {"fast_compare_key": ("x", "y")},
     "freetoken.utils": {"load_generation_sampling": None},
     "freetoken.message": {"UserMsg": None},
-    "freetoken.core": {"SamplingParams": None},
+    "freetoken.core": {"SamplingParams": None, "Req.complete_one": ()},
 }
 
 SERVER_CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
@@ -64,6 +70,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "prefill_budget",
         "prefill_manager",
         "cache_manager",
+        "decode_manager",
         "table_manager",
         "token_pool",
         "stream",
@@ -73,6 +80,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_forward_iter",
     ),
     "prefill_manager": ("pending_list",),
+    "decode_manager": ("running_reqs",),
     "cache_manager": ("free_slots", "page_size", "swa_pool", "is_hybrid", "prefix_cache"),
     "table_manager": ("_free_slots", "page_table"),
     "engine": (

@@ -11,12 +11,21 @@ from dataclasses import dataclass, replace
 
 from prefill_probe import advice as advising
 from prefill_probe import record as records
-from prefill_probe.engine import Engine, Geometry, PlanRefused
+from prefill_probe.engine import Engine, Geometry, PlanRefused, ShapeRefused
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
 from prefill_probe.meter import Measured, Peak
 from prefill_probe.neighbours import moved_bytes
 from prefill_probe.settings import ProbeSettings, margin_for
-from prefill_probe.shape import Limits, Shape, capped_by, fill_chunk, full_chunk, largest_power_of_two_below
+from prefill_probe.shape import (
+    FAMILIES,
+    PLAIN,
+    Family,
+    Limits,
+    Shape,
+    capped_by,
+    full_chunk,
+    largest_power_of_two_below,
+)
 from prefill_probe.sizes import MIB, mib
 from prefill_probe.watch import bounded, deadline, deadline_seconds
 
@@ -25,6 +34,10 @@ Keep = Callable[[records.ProbeRecord], None]
 
 # Free memory that moved by more than this, and not by this process, disturbs a measurement.
 DISTURBANCE_BYTES = 32 * MIB
+# What the allocator takes from the device at once.
+_SEGMENT_BYTES = 2 * MIB
+# Turns of a short and a full chunk, while reserved memory grows at each.
+_TURNS = 3
 # How long a rank whose chunk failed waits for the others. They may be inside a collective of the same forward, where
 # this rank will never come, and nothing but the end of their processes frees them.
 PATIENCE_SECONDS = 3.0
@@ -59,7 +72,7 @@ def probe(
         whatever the engine raises outside of a run, or an interrupt during one; the engine is settled first.
     """
     session = Session(engine, settings, progress, keep)
-    seconds = deadline_seconds(settings.timeout_seconds, session.full.new_tokens)
+    seconds = deadline_seconds(settings.timeout_seconds, session.tokens)
 
     def report() -> None:
         load = engine.meter.load()
@@ -82,8 +95,11 @@ def probe(
 class Run:
     """One run of one shape. ``fault`` is None when it came back."""
 
+    family: Family
+    full: bool
     shape: Shape
     cold: bool
+    fresh: bool
     measured: Measured
     fault: Fault | None
     site: str = ""
@@ -102,6 +118,7 @@ class Part:
     headroom_bytes: int
     need: records.Need | None
     shapes: tuple[records.ShapeRun, ...]
+    points: tuple[advising.Point, ...]
     fault: Fault | None
     notes: tuple[str, ...]
 
@@ -120,14 +137,20 @@ class Session:
         self.started = time.monotonic()
         self.identity = engine.identity()
         self.limits: Limits = engine.limits()
-        self.full: Shape = full_chunk(self.limits)
+        # New tokens of a full chunk.
+        self.tokens = full_chunk(self.limits).new_tokens
+        self.families = [
+            family
+            for family in FAMILIES
+            if family.word in settings.shapes and family.shape(self.limits, self.tokens, self.tokens) is not None
+        ]
         gpu = self.identity.gpu
         self.wsl, self.unified = bool(gpu.get("wsl")), bool(gpu.get("unified"))
         self.margin, why = margin_for(settings, wsl=self.wsl, unified=self.unified)
         self.notes: list[str] = [f"margin {mib(self.margin)}: {why}"] if why else []
         self.boot_peak = engine.meter.highest()
         self.before = engine.meter.read()
-        self.idle = self.before
+        self.start = self.idle = self.before
         self.runs: list[Run] = []
         self.moved: int | None = None
         self.stopped_early = False
@@ -163,79 +186,143 @@ class Session:
         """
         if by_neighbours is not None:
             return by_neighbours
-        warm = [run for run in runs if run.ok and not run.cold]
+        warm = [run for run in runs if run.ok and not run.cold]  # against a reading right before it
         return warm[-1].measured.peak.device_bytes - warm[-1].measured.peak.reserved_bytes if warm else 0
 
     def _from_large_to_small(self) -> None:
-        self.full = self.run(self.full, cold=True).shape
+        """Every shape at full size, smaller ones where it does not come back, and the worst shape once more."""
+        for family in self.families:
+            if not self._comes_back(family):
+                return
+        self._repeat(self._worst())
+        if any(self.engine.gather(self._tight())):
+            self._run_half(PLAIN, self.tokens)
+
+    def _comes_back(self, family: Family) -> bool:
+        """Run ``family`` at full size; if it fails, ever smaller ones until one comes back, and the full size again.
+
+        By then every kernel is loaded, and scratch memory that only a first run takes is gone.
+        """
+        self.run(family, self.tokens, cold=True)
         if self.all_ok:
-            self.run(self.full, cold=False)
-            self._run_half(self.full.new_tokens)
-            return
-        tokens = self.full.new_tokens
+            return True
+        tokens = self.tokens
         while self.device_usable and tokens > self.limits.align:
             tokens = max(self.limits.align, largest_power_of_two_below(tokens))
-            self._run_twice(tokens)
+            self._run_twice(family, tokens)
             if self.all_ok:
-                self._run_half(tokens)
+                self._run_half(family, tokens)
                 break
         if self.device_usable and self.all_ok:
-            self.run(self.full, cold=False)
+            self.run(family, self.tokens, cold=False)
+        return self.device_usable and self.all_ok
+
+    def _worst(self) -> Family:
+        """The shape with the largest transient, on any rank; not the process's very first run if there is another."""
+        runs = self._full_runs()
+        peaks = {run.family.word: run.measured.peak.device_bytes for run in (runs[1:] or runs)}
+        ranks = self.engine.gather(peaks)
+        return max((each for each in FAMILIES if each.word in peaks), key=lambda f: max(rank[f.word] for rank in ranks))
+
+    def _repeat(self, family: Family) -> None:
+        """A short chunk and ``family`` at full size again, with nothing handed back to the device in between.
+
+        That is how requests meet the allocator. Reserved memory that grows at each turn is fragmentation.
+        """
+        first = self._full_runs(family)[-1].measured.peak
+        reserved = [first.reserved_bytes]
+        for _ in range(_TURNS):
+            self.run(PLAIN, min(self.limits.align, self.tokens), cold=False, fresh=False)
+            if self.all_ok:
+                self.run(family, self.tokens, cold=False, fresh=False)
+            if not self.all_ok:
+                return
+            again = self.runs[-1].measured.peak
+            reserved.append(again.reserved_bytes)
+            if not any(self.engine.gather(reserved[-1] - reserved[-2] > DISTURBANCE_BYTES)):
+                break
+        else:
+            self.notes.append("reserved memory grows at each turn (fragmentation): " + ", ".join(map(mib, reserved)))
+        # What only the first run took is still held, unused, and was counted again.
+        if any(self.engine.gather(first.allocated_bytes - again.allocated_bytes > _SEGMENT_BYTES)):
+            self.run(family, self.tokens, cold=False)
 
     def _from_small_to_large(self) -> None:
-        tokens = max(self.limits.align, 1 << max(0, (self.full.new_tokens // 8).bit_length() - 1))
-        while tokens < self.full.new_tokens:
-            self._run_twice(tokens)
+        tokens = max(self.limits.align, 1 << max(0, (self.tokens // 8).bit_length() - 1))
+        while tokens < self.tokens:
+            self._run_twice(PLAIN, tokens)
             if not self.all_ok or not self._safe(2 * tokens):
                 return
             tokens *= 2
-        self.full = self.run(self.full, cold=True).shape
-        if self.all_ok:
-            self.run(self.full, cold=False)
+        for family in self.families:
+            self.run(family, self.tokens, cold=True)
+            if not self.all_ok or not self._safe(self.tokens):
+                return
+        self._repeat(self._worst())
 
     def _safe(self, tokens: int) -> bool:
         """Whether a chunk of ``tokens`` is predicted to stay clear of what does harm, on every rank."""
-        target = min(tokens, self.full.new_tokens)
+        target = min(tokens, self.tokens)
         reserve = self.margin if self.unified else 0
-        need = advising.need_at(_points(self.runs)["device_bytes"], target)
+        need = advising.need_at(_points(self.runs, PLAIN)["device_bytes"], target)
         safe = all(self.engine.gather(need + reserve <= self.before.headroom_bytes))
         self.stopped_early = not safe
         return safe
 
-    def _run_twice(self, tokens: int) -> None:
-        """Cold, and if that comes back, warm: a prediction from what only a first run takes would be far too high."""
-        shape = fill_chunk(self.limits, tokens, f"{tokens} tokens")
-        self.run(shape, cold=True)
-        if self.all_ok:
-            self.run(shape, cold=False)
+    def _tight(self) -> bool:
+        """Whether the margin is not left, as far as is known: then advice is wanted, which needs a slope."""
+        need = max(run.measured.peak.device_bytes for run in self._full_runs())
+        return self.engine.meter.read().headroom_bytes - need < self.margin
 
-    def _run_half(self, tokens: int) -> None:
+    def _run_twice(self, family: Family, tokens: int) -> None:
+        """Cold, and if that comes back, warm: a prediction from what only a first run takes would be far too high."""
+        self.run(family, tokens, cold=True)
+        if self.all_ok:
+            self.run(family, tokens, cold=False)
+
+    def _run_half(self, family: Family, tokens: int) -> None:
         """The second point of the slope."""
         if tokens // 2 >= self.limits.align and self.all_ok:
-            self._run_twice(tokens // 2)
+            self._run_twice(family, tokens // 2)
 
-    def run(self, shape: Shape, *, cold: bool) -> Run:
-        """Run ``shape``; a memory shortage or another fault is in the result, not raised."""
-        self.progress(f"{'cold' if cold else 'warm'} run of {shape.new_tokens} tokens")
-        idle = self.engine.meter.read()
+    def run(self, family: Family, tokens: int, *, cold: bool, fresh: bool = True) -> None:
+        """Run ``family`` with ``tokens`` new tokens; what goes wrong is in the run, not raised.
+
+        ``fresh``: what the allocator holds unused is handed back first. Where a family has no shape of that size,
+        or the scheduler does not admit it, nothing is run.
+        """
+        shape = family.shape(self.limits, tokens, self.tokens)
+        if shape is None:
+            self.all_ok = True
+            return
+        self.progress(f"{'cold' if cold else 'warm'} run of {shape.new_tokens} tokens ({shape.name})")
+        self.start = self.engine.meter.read() if fresh else self.engine.meter.reread(self.start)
         fault, site, issued = None, "", shape
         measured = Measured()
         try:
-            with self.engine.meter.measure(idle) as measured:
+            with self.engine.meter.measure(self.start) as measured:
                 issued = self.engine.run(shape)
+        except ShapeRefused as refusal:
+            if family is PLAIN:
+                raise
+            self.notes.append(f"{shape.name} not run: {refusal}")
+            self.all_ok = True
+            return
         except Exception as error:
             site, issued = self.engine.site(error), self.engine.issued(shape)
-            fault = classify(error, free_bytes=measured.free_bytes, total_bytes=idle.total_bytes, wsl=self.wsl)
+            total = self.start.total_bytes
+            fault = classify(error, free_bytes=measured.free_bytes, total_bytes=total, wsl=self.wsl)
             # The frames of the traceback hold the chunk's tensors: let go of them before the next run.
             _forget_frames(error)
         if fault is not None:
             gc.collect()
-        run = Run(issued, cold, measured, fault, site)
+        run = Run(family, tokens >= self.tokens, issued, cold, fresh, measured, fault, site)
         self.runs.append(run)
+        if run.full and family is PLAIN:
+            self.tokens = issued.new_tokens  # what the scheduler makes of it is the effective chunk
         outcomes = self._outcomes(run)
         self.all_ok = all(ok for ok, _ in outcomes)
         self.device_usable = self.device_usable and all(usable for _, usable in outcomes)
-        return run
 
     def _outcomes(self, run: Run) -> list[tuple[bool, bool]]:
         """Of every rank: whether its run came back, and whether its device can run more."""
@@ -252,17 +339,27 @@ class Session:
 
     # What follows ----------------------------------------------------------------------------------------------
 
-    def _full_runs(self) -> list[Run]:
-        return [run for run in self.runs if run.shape.name == self.full.name]
+    def _full_runs(self, family: Family | None = None) -> list[Run]:
+        """Runs at full size that came back or not, in order."""
+        return [run for run in self.runs if run.full and (family is None or run.family is family)]
+
+    def _judged(self) -> Run | None:
+        """The run that the verdict is about: one that failed last, else the one with the largest transient.
+
+        Of each shape its last run counts, and the process's very first run only where it was the only one.
+        """
+        full = self._full_runs()
+        last = {run.family.word: run for run in (full[1:] or full)}
+        if failed := [run for run in last.values() if not run.ok]:
+            return failed[-1]
+        return max(last.values(), key=lambda run: run.measured.peak.device_bytes, default=None)
 
     def part(self) -> Part:
         """This rank's part."""
-        full = self._full_runs()
-        last = full[-1] if full else None
-        points = _points(self.runs)
+        judged = self._judged()
         headroom = self.idle.headroom_bytes
-        need = _need(last, points, self.full.new_tokens, self.full.name)
-        fault = last.fault if last is not None else next((run.fault for run in self.runs if run.fault), None)
+        need = _need(judged, self.runs, self.tokens)
+        fault = judged.fault if judged is not None else next((run.fault for run in self.runs if run.fault), None)
         notes = list(self.notes)
         if self.moved is not None and abs(self.moved) > DISTURBANCE_BYTES:
             verdict = "inconclusive"
@@ -272,15 +369,28 @@ class Session:
         elif self.stopped_early:
             verdict = "does-not-fit"
             notes.append("the full chunk was not run: running out of memory does harm on this machine")
-        elif last is None or need is None:
+        elif judged is None or need is None:
             verdict = "fits"  # as far as this rank knows: it stopped because another one failed, whose part is worse
         else:
             verdict = "fits" if headroom - need.device_bytes >= self.margin else "tight"
-            if self._pages(last):
+            if self._pages(judged):
                 verdict = "tight"
                 notes.append("oversubscribed: the full chunk is far slower than smaller ones predict")
         shapes = tuple(_shape_run(run) for run in self.runs)
-        return Part(verdict, headroom, need, shapes, fault, tuple(notes))
+        return Part(verdict, headroom, need, shapes, self._slope(judged, need), fault, tuple(notes))
+
+    def _slope(self, judged: Run | None, need: records.Need | None) -> tuple[advising.Point, ...]:
+        """Device transients by size of the shape that is judged.
+
+        Where it was run at one size only: those of the full chunk, and what it needs more than that, which is kept at
+        every size (a depth or a number of sequences does not shrink with the chunk).
+        """
+        own = _points(self.runs, judged.family if judged else PLAIN).get("device_bytes", [])
+        plain = _points(self.runs, PLAIN).get("device_bytes", [])
+        if need is None or len(own) > 1 or not plain:
+            return tuple(own)
+        more = max(0, need.device_bytes - advising.need_at(plain, self.tokens))
+        return tuple(advising.Point(point.tokens, point.need_bytes + more) for point in plain)
 
     def _pages(self, last: Run) -> bool:
         """Whether the full chunk took much longer than smaller ones predict, where memory is paged silently."""
@@ -309,16 +419,16 @@ class Session:
         fault = Fault("time-out", False, False, False, f"no result within {seconds:.0f} s")
         shapes = tuple(_shape_run(run) for run in self.runs)
         hung = records.ShapeRun(
-            name=self.full.name,
-            sequences=len(self.full.sequences),
-            new_tokens=self.full.new_tokens,
-            cached_tokens=self.full.cached_tokens,
+            name=PLAIN.name,
+            sequences=1,
+            new_tokens=self.tokens,
+            cached_tokens=0,
             run="warm" if self._full_runs() else "cold",
             outcome="timeout",
             peak=records.Ledgers(0, 0, 0),
             seconds=round(seconds, 1),
         )
-        part = Part("fault", self.idle.headroom_bytes, None, (*shapes, hung), fault, tuple(self.notes))
+        part = Part("fault", self.idle.headroom_bytes, None, (*shapes, hung), (), fault, tuple(self.notes))
         return self._build(part, {self.engine.rank: part})
 
     def left_alone(self) -> records.ProbeRecord:
@@ -330,7 +440,7 @@ class Session:
     def _build(self, part: Part, parts: Mapping[int, Part]) -> records.ProbeRecord:
         budget = self.engine.budget()
         fault = part.fault
-        effective = self.full.new_tokens
+        effective = self.tokens
         return records.ProbeRecord(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             verdict=part.verdict,
@@ -373,14 +483,13 @@ class Session:
 
     def _advice(self, part: Part) -> list[records.Advice]:
         """Candidates, with what the engine's planner says of them."""
-        points = [advising.Point(run.new_tokens, run.peak.device_bytes) for run in part.shapes if run.outcome == "ok"]
-        if not points:
+        if not part.points:
             return []
         budget = self.engine.budget()
         lines = []
         for candidate in advising.recommend(
-            points,
-            chunk=self.full.new_tokens,
+            part.points,
+            chunk=self.tokens,
             headroom_bytes=part.headroom_bytes,
             margin_bytes=self.margin,
             budget=budget,
@@ -419,9 +528,12 @@ def _ledgers(peak: Peak) -> records.Ledgers:
     return records.Ledgers(peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes)
 
 
-def _points(runs: Sequence[Run]) -> dict[str, list[advising.Point]]:
-    """Measured points by ledger, from the last run of each size that came back (warm where there was one)."""
-    latest = {run.shape.new_tokens: run.measured.peak for run in runs if run.ok}
+def _points(runs: Sequence[Run], family: Family) -> dict[str, list[advising.Point]]:
+    """Measured points by ledger, from the last run of each size that came back (warm where there was one).
+
+    Only of runs before which unused memory was handed back: in the others what earlier runs held is counted as well.
+    """
+    latest = {run.shape.new_tokens: run.measured.peak for run in runs if run.ok and run.family is family and run.fresh}
     return {
         ledger: [advising.Point(tokens, getattr(peak, ledger)) for tokens, peak in latest.items()]
         for ledger in ("allocated_bytes", "reserved_bytes", "device_bytes")
@@ -429,15 +541,17 @@ def _points(runs: Sequence[Run]) -> dict[str, list[advising.Point]]:
     }
 
 
-def _need(last: Run | None, points: dict[str, list[advising.Point]], tokens: int, name: str) -> records.Need | None:
-    """The full chunk's transient: as run, or extrapolated from the sizes that came back; None if none did."""
-    if last is not None and last.ok:
-        peak = last.measured.peak
-        return records.Need(peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes, name)
+def _need(judged: Run | None, runs: Sequence[Run], tokens: int) -> records.Need | None:
+    """The transient of the shape that is judged: as run, or extrapolated from its smaller sizes; None if none did."""
+    if judged is not None and judged.ok:
+        peak = judged.measured.peak
+        return records.Need(peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes, judged.shape.name)
+    family = PLAIN if judged is None else judged.family
+    points = _points(runs, family)
     if not points:
         return None
     estimate = {ledger: advising.need_at(known, tokens) for ledger, known in points.items()}
-    return records.Need(**estimate, shape=name, estimated=True)
+    return records.Need(**estimate, shape=family.name, estimated=True)
 
 
 def _shape_run(run: Run) -> records.ShapeRun:
@@ -447,7 +561,7 @@ def _shape_run(run: Run) -> records.ShapeRun:
         oom = records.Oom(run.fault.requested_bytes, run.fault.free_bytes, run.site)
     seconds = run.measured.seconds
     return records.ShapeRun(
-        name=run.shape.name,
+        name=run.shape.name if run.fresh else f"{run.shape.name}, nothing handed back before",
         sequences=len(run.shape.sequences),
         new_tokens=run.shape.new_tokens,
         cached_tokens=run.shape.cached_tokens,

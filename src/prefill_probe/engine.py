@@ -86,6 +86,10 @@ class PlanRefused(Exception):
     """The engine's planner does not accept a memory ratio; the text is the planner's."""
 
 
+class ShapeRefused(Exception):
+    """The engine's scheduler does not admit a shape; the text says what it admits."""
+
+
 class Engine(Protocol):
     """A host under probe, idle, after it has captured its CUDA graphs.
 
@@ -122,6 +126,7 @@ class Engine(Protocol):
             the shape that the scheduler really issued, which may hold fewer tokens.
 
         Raises:
+            ShapeRefused: the scheduler does not admit it; nothing was run.
             whatever the engine raises. The engine is idle again and can run the next shape, unless the error says
             that the device is lost.
         """

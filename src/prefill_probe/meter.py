@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prefill_probe.neighbours import Load, Neighbours, Nvml
@@ -91,6 +91,12 @@ class Meter(Protocol):
     def read(self) -> Reading:
         """Let the device finish, hand unused memory back to it, and read both ledgers."""
 
+    def reread(self, start: Reading) -> Reading:
+        """``start``, an earlier reading, with what has changed since outside the allocator; nothing is handed back.
+
+        A chunk measured against it counts what earlier ones left in the allocator's cache, as it does for requests.
+        """
+
     def highest(self) -> Peak:
         """The allocator's highest totals since its peak statistics were last reset (device: 0, not known)."""
 
@@ -122,6 +128,12 @@ class CudaMeter:
         self._cuda.empty_cache()
         free, total = self._cuda.mem_get_info(self._device)
         return Reading(self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device), free, total)
+
+    def reread(self, start: Reading) -> Reading:
+        self._cuda.synchronize(self._device)
+        free, total = self._cuda.mem_get_info(self._device)
+        other = total - free - self._cuda.memory_reserved(self._device)
+        return replace(start, free_bytes=start.free_bytes - (other - start.other_bytes))
 
     def highest(self) -> Peak:
         return Peak(self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device), 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefill_probe.shape import AUTOMATIC, FAMILIES
 from prefill_probe.sizes import MIB, parse_size
 
 
@@ -52,6 +53,22 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def parse_shapes(text: str) -> tuple[str, ...]:
+    """Words of the shapes to run, separated by commas; ``auto``: the fewest that cover what the engine can issue.
+
+    The full chunk is always run.
+
+    Raises:
+        ValueError: an unknown word.
+    """
+    words = [word.strip() for word in text.split(",")]
+    known = [family.word for family in FAMILIES]
+    if unknown := [word for word in words if word not in ("auto", *known)]:
+        raise ValueError(f"{unknown[0]!r} is not a shape; use auto, or some of {', '.join(known)}")
+    chosen = {word for given in words for word in (AUTOMATIC if given == "auto" else (given,))} | {"full"}
+    return tuple(word for word in known if word in chosen)
+
+
 def parse_report(text: str) -> Path:
     """The file that the record goes to.
 
@@ -72,12 +89,14 @@ class ProbeSettings:
         margin_bytes: headroom that must remain after the need for the verdict ``fits``; None is 128 MiB, and more
             where free memory is not what it seems (``margin_for``).
         timeout_seconds: after this long the probe counts as hung.
+        shapes: words of the shapes to run (``shape.FAMILIES``).
         report: file of the record; None is the state directory (``record.default_report``).
     """
 
     mode: Mode = Mode.ENFORCE
     margin_bytes: int | None = None
     timeout_seconds: float = 300.0
+    shapes: tuple[str, ...] = AUTOMATIC
     report: Path | None = None
 
     @classmethod
@@ -158,6 +177,16 @@ OPTIONS: tuple[Option, ...] = (
         "SECONDS",
         "300",
         "A probe that takes longer counts as hung: stacks are logged and the start ends.",
+    ),
+    Option(
+        "--prefill-probe-shapes",
+        "PREFILL_PROBE_SHAPES",
+        "shapes",
+        parse_shapes,
+        "WORDS",
+        "auto",
+        "Which chunks to run, separated by commas: " + ", ".join(family.word for family in FAMILIES) + ". auto: the "
+        "fewest that cover what the scheduler can issue.",
     ),
     Option(
         "--prefill-probe-report",

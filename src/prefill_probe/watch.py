@@ -18,7 +18,7 @@ from prefill_probe.faults import EX_SOFTWARE
 # A card at this pace is slow, not hung.
 _SLOW_TOKENS_PER_SECOND = 1000.0
 # Runs of a full chunk's size that one probe makes at the most, all sizes taken together.
-_FULL_RUNS = 4
+_FULL_RUNS = 10
 # When the deadline's own thread gets no turn (a C call holds the interpreter lock), this much later C code ends it.
 _LAST_RESORT_SECONDS = 10.0
 

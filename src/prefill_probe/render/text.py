@@ -58,6 +58,7 @@ def oom_text(record: ProbeRecord) -> str:
         )
     else:
         lines.append(_row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
+    lines += _shape(record)
     if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
         lines.append(_row("failed in", _failure(failed)))
     lines += _ranks(record)
@@ -105,6 +106,16 @@ def _chunk(record: ProbeRecord) -> str:
     given = f"--max-prefill-length {chunk.requested}"
     capped = f", capped by {chunk.capped_by}" if chunk.capped_by else ""
     return f"{chunk.effective} tokens ({given}{capped})"
+
+
+def _shape(record: ProbeRecord) -> list[str]:
+    """What the chunk was made of, where it is not simply a prompt."""
+    name = record.need.shape if record.need else "full chunk"
+    run = next((run for run in reversed(record.shapes) if run.name == name), None)
+    if run is None or (run.sequences == 1 and not run.cached_tokens):
+        return []
+    text = f"{name}: {run.sequences} prompts" if run.sequences > 1 else f"{name}: after {run.cached_tokens} tokens"
+    return [_row("shape", text)]
 
 
 def _failure(run: ShapeRun) -> str:
