@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefill_probe import Budget, Geometry, Identity, Limits, PlanRefused, Shape
+from prefill_probe.engine import Routing
 from prefill_probe.meter import Measured, Peak, Reading
 from prefill_probe.neighbours import Load, Neighbours
 
@@ -43,7 +44,7 @@ class MemoryMeter:
     def reread(self, start: Reading) -> Reading:
         return start
 
-    def highest(self) -> Peak:
+    def boot_peak(self) -> Peak:
         return Peak(self.peak, self.peak, 0)
 
     def neighbours(self) -> Neighbours:
@@ -68,6 +69,18 @@ class MemoryMeter:
             measured.seconds = self._engine.seconds
             measured.free_bytes = idle.free_bytes - self.peak
 
+    @contextmanager
+    def trace(self) -> Iterator[list[dict[str, Any]]]:
+        events: list[dict[str, Any]] = []
+        self._engine.traces += 1
+        try:
+            yield events
+        finally:
+            third = self.peak // 3 if self._engine.routing else 0
+            for address, (size, name) in enumerate(((third, "GDN"), (self.peak - third, "MoE")) if third else ()):
+                frames = [{"filename": "model.py", "line": 7, "name": name}]
+                events.append({"action": "alloc", "addr": address, "size": size, "frames": frames})
+
     def forget_peaks(self) -> None:
         self.peak = 0
 
@@ -90,6 +103,7 @@ class MemoryEngine:
     extra: Callable[[Shape], int] = lambda shape: 0
     fragments_each_run: int = 0
     state_tokens: int = 0
+    routing: Routing | None = None
     chunk: int = 8192
     requested: int = 8192
     longest: int = 262143
@@ -112,6 +126,7 @@ class MemoryEngine:
         self.shapes: list[Shape] = []
         self.settled = 0
         self.fragments = 0
+        self.traces = 0
         self.meter = MemoryMeter(self)
 
     def identity(self) -> Identity:
@@ -166,6 +181,16 @@ class MemoryEngine:
 
     def site(self, error: BaseException) -> str:
         return "GDN causal conv (conv.py:1)"
+
+    def place(self, frames: Any) -> tuple[str, str]:
+        return (frames[0][2], f"{frames[0][2]} (model.py:{frames[0][1]})") if frames else ("other", "")
+
+    @contextmanager
+    def observe(self) -> Iterator[list[Routing]]:
+        found: list[Routing] = []
+        yield found
+        if self.routing:
+            found.append(self.routing)
 
     def gather(self, value: Any) -> list[Any]:
         return self.ranks(value)

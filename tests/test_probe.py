@@ -8,7 +8,7 @@ from memory_engine import MIB, MemoryEngine, out_of_memory
 
 from prefill_probe import ProbeSettings, Sequence, Shape, probe
 from prefill_probe._probe import Part
-from prefill_probe.engine import Budget, Pool, ShapeRefused
+from prefill_probe.engine import Budget, Pool, Routing, ShapeRefused
 from prefill_probe.record import ProbeRecord
 from prefill_probe.render.text import error_for
 
@@ -340,6 +340,27 @@ def test_a_tight_worst_shape_is_kept_at_every_size_that_is_advised() -> None:
     chunks = [int(line.flags["--max-prefill-length"]) for line in record.advice if "--max-prefill-length" in line.flags]
     assert chunks
     assert all(need(engine, tokens) + extra + 128 * MIB <= engine.headroom for tokens in chunks)
+
+
+def test_one_run_of_the_worst_shape_says_what_its_peak_is_made_of_and_what_the_routers_chose() -> None:
+    engine = MemoryEngine(4096 * MIB, routing=Routing(8, (8, 3), (100, 4096)))
+    record = probe(engine, MARGIN)
+    (run,) = [run for run in record.shapes if run.made_of]
+    assert run is record.shapes[-1]
+    assert engine.traces == 1
+    assert run.made_of is not None
+    assert sum(run.made_of.components.values()) == run.peak.allocated_bytes
+    assert list(run.made_of.components) == ["MoE", "GDN"]
+    assert run.made_of.largest_site == "MoE (model.py:7)"
+    assert run.routing is not None
+    assert (run.routing.experts, run.routing.distinct, run.routing.largest_load) == (8, [8, 3], [100, 4096])
+    assert ProbeRecord.from_json(record.to_json()) == record
+
+
+def test_an_oom_says_what_held_the_memory_when_it_failed() -> None:
+    record = probe(MemoryEngine(600 * MIB, routing=Routing(8, (8,), (9,))), MARGIN)
+    assert record.shapes[-1].outcome == "oom"
+    assert record.shapes[-1].made_of is not None
 
 
 def test_only_the_shapes_that_were_named_are_run() -> None:

@@ -17,6 +17,7 @@ from engine_hooks.freetoken.engine import FreeTokenEngine
 from prefill_probe._probe import probe
 from prefill_probe.faults import PrefillFaultError, PrefillProbeError
 from prefill_probe.logs import get_logger
+from prefill_probe.meter import Peak, kept_peaks
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
 from prefill_probe.settings import Mode, ProbeSettings
@@ -34,7 +35,7 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
     if settings.mode is Mode.OFF or not attach.keeps_contract():
         original(scheduler, config, *args, **kwargs)
         return
-    with planner.tap(config) as noted:
+    with planner.tap(config) as noted, kept_peaks() as peaks:
         original(scheduler, config, *args, **kwargs)
     if scheduler.device.type != "cuda":
         return
@@ -43,7 +44,7 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         attach.warn("its scheduler lacks " + ", ".join(lacking))
         return
     try:
-        _probe(scheduler, noted, settings)
+        _probe(scheduler, noted, peaks, settings)
     except PrefillProbeError:
         raise
     except Exception as error:
@@ -57,10 +58,10 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         raise SystemExit(128 + signal.SIGINT) from None
 
 
-def _probe(scheduler: Any, noted: planner.PlannerTap, settings: ProbeSettings) -> None:
+def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], settings: ProbeSettings) -> None:
     log = get_logger()
     primary = bool(scheduler.config.tp_info.is_primary())
-    engine = FreeTokenEngine(scheduler, noted)
+    engine = FreeTokenEngine(scheduler, noted, peaks)
     report = settings.report or default_report(os.environ)
     with _marked(engine, settings.mode, primary, log) as marker:
         if marker is None:

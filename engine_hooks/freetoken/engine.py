@@ -8,16 +8,19 @@ import importlib.metadata
 import math
 import platform
 import traceback
+from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine_hooks.freetoken import routing
 from engine_hooks.freetoken.planner import Planner, PlannerTap
-from engine_hooks.freetoken.sites import site_of
+from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
-from prefill_probe.engine import Budget, Geometry, Identity, ShapeRefused
+from prefill_probe.composition import Frame
+from prefill_probe.engine import Budget, Geometry, Identity, Routing, ShapeRefused
 from prefill_probe.faults import classify
-from prefill_probe.meter import CudaMeter, Meter
+from prefill_probe.meter import CudaMeter, Meter, Peak
 from prefill_probe.shape import DECODE_OUTPUT_TOKENS, DECODE_PROMPT_TOKENS, Limits, Sequence, Shape, full_chunk
 
 T = TypeVar("T")
@@ -37,9 +40,10 @@ class FreeTokenEngine:
     Args:
         scheduler: at the end of its ``__init__``.
         noted: what the planner was asked while it booted.
+        peaks: of the allocator's statistics, each before the engine reset them.
     """
 
-    def __init__(self, scheduler: Any, noted: PlannerTap) -> None:
+    def __init__(self, scheduler: Any, noted: PlannerTap, peaks: list[Peak] | None = None) -> None:
         self._scheduler = scheduler
         self._planner = Planner(scheduler.engine, noted)
         self._given = noted.given
@@ -50,7 +54,7 @@ class FreeTokenEngine:
         self.last_fault: BaseException | None = None
         # Whether a run could not be undone: the engine must not serve then, in no mode.
         self.damaged = False
-        self.meter: Meter = CudaMeter(scheduler.device)
+        self.meter: Meter = CudaMeter(scheduler.device, peaks)
         self.rank = int(scheduler.config.tp_info.rank)
 
     # What it is ------------------------------------------------------------------------------------------------
@@ -298,6 +302,12 @@ class FreeTokenEngine:
 
     def site(self, error: BaseException) -> str:
         return site_of(error)
+
+    def place(self, frames: Sequence_[Frame]) -> tuple[str, str]:
+        return place_of(frames)
+
+    def observe(self) -> contextlib.AbstractContextManager[list[Routing]]:
+        return routing.observed()
 
     def gather(self, value: T) -> list[T]:
         size = self._scheduler.config.tp_info.size

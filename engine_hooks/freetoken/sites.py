@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import PurePath
+
+from prefill_probe.composition import Frame
 
 # Part of a source path below the package (or of a function's name) -> the component and the step. First match wins.
 _PLACES: tuple[tuple[str, str], ...] = (
@@ -39,20 +42,36 @@ _PLACES: tuple[tuple[str, str], ...] = (
 )
 
 
+# Components of a peak, by the first word of a place.
+_COMPONENTS = {
+    "GDN": "GDN", "KDA": "KDA", "MoE": "MoE", "QSA": "attention", "DSA": "attention", "attention": "attention",
+    "PLE": "embedding", "embedding": "embedding", "head": "head", "sampler": "sampler", "encoder": "encoder",
+    "hyper-connections": "hyper-connections",
+}  # fmt: skip
+
+
 def site_of(error: BaseException) -> str:
     """The component whose code raised ``error``, with the innermost line of the engine; empty outside of it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/freetoken/" in frame.filename]
-    frames = [frame for frame in frames if "/engine_hooks/" not in frame.filename]
-    if not frames:
-        return ""
-    for frame in reversed(frames):
-        path = frame.filename.rpartition("/freetoken/")[2]
+    stack = traceback.extract_tb(error.__traceback__)
+    return place_of([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])[1]
+
+
+def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
+    """The component and the place of a stack, innermost frame first; ``("other", "")`` outside of the engine.
+
+    The place is that of the innermost frame that is known. The component may be further out: a linear layer or a
+    norm belongs to whatever uses it.
+    """
+    ours = [frame for frame in frames if "/freetoken/" in frame[0] and "/engine_hooks/" not in frame[0]]
+    places = []
+    for file, line, function in ours:
+        path = file.rpartition("/freetoken/")[2]
         # The scheduler and the engine are on every stack; they are the place only if nothing below them is.
         if path.startswith(("scheduler/", "engine/engine", "llm/", "server/")):
             continue
-        where = f"{path} {frame.name}".lower()
-        for part, name in _PLACES:
-            if part in where:
-                return f"{name} ({PurePath(path).name}:{frame.lineno})"
-    innermost = frames[-1]
-    return f"{innermost.name} ({PurePath(innermost.filename).name}:{innermost.lineno})"
+        where = f"{path} {function}".lower()
+        places += [(name, f"{name} ({PurePath(path).name}:{line})") for part, name in _PLACES if part in where][:1]
+    component = next((_COMPONENTS[word] for name, _ in places if (word := name.split()[0]) in _COMPONENTS), "other")
+    if places:
+        return component, places[0][1]
+    return component, f"{ours[0][2]} ({PurePath(ours[0][0]).name}:{ours[0][1]})" if ours else ""

@@ -46,6 +46,10 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "expert_bytes_per_slot": ("sources",),
         "resolve_moe_cache_auto": ("memory_ratio", "per_expert_bytes"),
     },
+    "freetoken.layers.moe": {
+        "MoELayer._resident_gemm": ("hidden_states", "topk_weights", "topk_ids"),
+        "OffloadMoELayer._prefill_routed": ("hidden_states", "topk_weights", "topk_ids"),
+    },
     "freetoken.kernel": {"fast_compare_key": ("x", "y")},
     "freetoken.utils": {"load_generation_sampling": None},
     "freetoken.message": {"UserMsg": None},

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prefill_probe import advice as advising
 from prefill_probe import record as records
-from prefill_probe.engine import Engine, Geometry, PlanRefused, ShapeRefused
+from prefill_probe.composition import Composition, blocks_at_peak, compose
+from prefill_probe.engine import Engine, Geometry, PlanRefused, Routing, ShapeRefused
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
 from prefill_probe.meter import Measured, Peak
 from prefill_probe.neighbours import moved_bytes
@@ -92,6 +95,14 @@ def probe(
 
 
 @dataclass(frozen=True)
+class Observed:
+    """What a run that was watched closely showed."""
+
+    made_of: Composition | None
+    routing: Routing | None
+
+
+@dataclass(frozen=True)
 class Run:
     """One run of one shape. ``fault`` is None when it came back."""
 
@@ -103,6 +114,7 @@ class Run:
     measured: Measured
     fault: Fault | None
     site: str = ""
+    observed: Observed | None = None
 
     @property
     def ok(self) -> bool:
@@ -148,7 +160,7 @@ class Session:
         self.wsl, self.unified = bool(gpu.get("wsl")), bool(gpu.get("unified"))
         self.margin, why = margin_for(settings, wsl=self.wsl, unified=self.unified)
         self.notes: list[str] = [f"margin {mib(self.margin)}: {why}"] if why else []
-        self.boot_peak = engine.meter.highest()
+        self.boot_peak = engine.meter.boot_peak()
         self.before = engine.meter.read()
         self.start = self.idle = self.before
         self.runs: list[Run] = []
@@ -214,7 +226,7 @@ class Session:
                 self._run_half(family, tokens)
                 break
         if self.device_usable and self.all_ok:
-            self.run(family, self.tokens, cold=False)
+            self.run(family, self.tokens, cold=False, observe=True)
         return self.device_usable and self.all_ok
 
     def _worst(self) -> Family:
@@ -234,7 +246,7 @@ class Session:
         for _ in range(_TURNS):
             self.run(PLAIN, min(self.limits.align, self.tokens), cold=False, fresh=False)
             if self.all_ok:
-                self.run(family, self.tokens, cold=False, fresh=False)
+                self.run(family, self.tokens, cold=False, fresh=False, observe=True)
             if not self.all_ok:
                 return
             again = self.runs[-1].measured.peak
@@ -285,10 +297,11 @@ class Session:
         if tokens // 2 >= self.limits.align and self.all_ok:
             self._run_twice(family, tokens // 2)
 
-    def run(self, family: Family, tokens: int, *, cold: bool, fresh: bool = True) -> None:
+    def run(self, family: Family, tokens: int, *, cold: bool, fresh: bool = True, observe: bool = False) -> None:
         """Run ``family`` with ``tokens`` new tokens; what goes wrong is in the run, not raised.
 
-        ``fresh``: what the allocator holds unused is handed back first. Where a family has no shape of that size,
+        ``fresh``: what the allocator holds unused is handed back first. ``observe``: what the peak is made of and what
+        the routers choose are noted, which makes the run a little slower. Where a family has no shape of that size,
         or the scheduler does not admit it, nothing is run.
         """
         shape = family.shape(self.limits, tokens, self.tokens)
@@ -299,8 +312,13 @@ class Session:
         self.start = self.engine.meter.read() if fresh else self.engine.meter.reread(self.start)
         fault, site, issued = None, "", shape
         measured = Measured()
+        events: list[dict[str, Any]] = []
+        routing: list[Routing] = []
         try:
-            with self.engine.meter.measure(self.start) as measured:
+            with self.engine.meter.measure(self.start) as measured, contextlib.ExitStack() as watching:
+                if observe:
+                    events = watching.enter_context(self.engine.meter.trace())
+                    routing = watching.enter_context(self.engine.observe())
                 issued = self.engine.run(shape)
         except ShapeRefused as refusal:
             if family is PLAIN:
@@ -316,7 +334,9 @@ class Session:
             _forget_frames(error)
         if fault is not None:
             gc.collect()
-        run = Run(family, tokens >= self.tokens, issued, cold, fresh, measured, fault, site)
+        made_of = compose(blocks_at_peak(events), self.engine.place)
+        observed = Observed(made_of, routing[0] if routing else None) if observe else None
+        run = Run(family, tokens >= self.tokens, issued, cold, fresh, measured, fault, site, observed)
         self.runs.append(run)
         if run.full and family is PLAIN:
             self.tokens = issued.new_tokens  # what the scheduler makes of it is the effective chunk
@@ -571,7 +591,19 @@ def _shape_run(run: Run) -> records.ShapeRun:
         seconds=round(seconds, 4),
         tokens_per_second=round(run.shape.new_tokens / seconds, 1) if run.ok and seconds > 0 else None,
         oom=oom,
+        made_of=_made_of(run),
+        routing=_routing(run),
     )
+
+
+def _made_of(run: Run) -> records.MadeOf | None:
+    made = run.observed.made_of if run.observed else None
+    return None if made is None else records.MadeOf(made.components, made.largest_bytes, made.largest_site)
+
+
+def _routing(run: Run) -> records.Routing | None:
+    seen = run.observed.routing if run.observed else None
+    return None if seen is None else records.Routing(seen.experts, list(seen.distinct), list(seen.largest_load))
 
 
 def _pool_cost(now: Geometry, then: Geometry) -> str:

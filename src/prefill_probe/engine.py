@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from prefill_probe.composition import Frame
 from prefill_probe.meter import Meter
 from prefill_probe.shape import Limits, Shape
 
@@ -82,6 +85,21 @@ class Geometry:
     pool_bytes: int
 
 
+@dataclass(frozen=True)
+class Routing:
+    """What the routers of one chunk chose, by MoE layer in order.
+
+    Attributes:
+        experts: experts that a layer has.
+        distinct: experts that at least one token was sent to.
+        largest_load: tokens that were sent to the most loaded expert.
+    """
+
+    experts: int
+    distinct: tuple[int, ...]
+    largest_load: tuple[int, ...]
+
+
 class PlanRefused(Exception):
     """The engine's planner does not accept a memory ratio; the text is the planner's."""
 
@@ -136,6 +154,12 @@ class Engine(Protocol):
 
     def site(self, error: BaseException) -> str:
         """Where in the engine ``error`` was raised, in a person's words; empty if unknown."""
+
+    def place(self, frames: Sequence[Frame]) -> tuple[str, str]:
+        """The component that a stack belongs to (``"other"`` if unknown), and the place in it; innermost first."""
+
+    def observe(self) -> AbstractContextManager[list[Routing]]:
+        """Context manager around one chunk; its list holds what the routers chose, if the model has any."""
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, in rank order; ``[value]`` without tensor parallelism."""

@@ -21,6 +21,7 @@ readings is known exactly, with no sampling, and a neighbour's own allocations s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prefill_probe.neighbours import Load, Neighbours, Nvml
+
+# Of one chunk: a hundred allocations a layer, each with its frees, of the deepest models at hand, several times over.
+_TRACE_EVENTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,8 @@ class Meter(Protocol):
         A chunk measured against it counts what earlier ones left in the allocator's cache, as it does for requests.
         """
 
-    def highest(self) -> Peak:
-        """The allocator's highest totals since its peak statistics were last reset (device: 0, not known)."""
+    def boot_peak(self) -> Peak:
+        """The allocator's highest totals while the engine started (device: 0, not known)."""
 
     def neighbours(self) -> Neighbours:
         """Other processes' memory on the device."""
@@ -109,6 +113,12 @@ class Meter(Protocol):
     def measure(self, idle: Reading) -> AbstractContextManager[Measured]:
         """Context manager around one chunk; yields a ``Measured``. ``idle`` is the last ``read``."""
 
+    def trace(self) -> AbstractContextManager[list[dict[str, Any]]]:
+        """Context manager around one chunk; its list holds the allocator's events once the block has ended.
+
+        Empty where the allocator keeps no history.
+        """
+
     def forget_peaks(self) -> None:
         """Reset the peak statistics, so that the probe's own peak is not taken for the engine's."""
 
@@ -116,10 +126,12 @@ class Meter(Protocol):
 class CudaMeter:
     """The meter of one CUDA device of this process (``torch.cuda``; source: the caching allocator's statistics)."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, noted: list[Peak] | None = None) -> None:
+        """``noted``: of ``kept_peaks`` around the engine's start."""
         import torch
 
         self._cuda = torch.cuda
+        self._noted = noted or []
         self._device = device
         self._nvml = Nvml(str(getattr(torch.cuda.get_device_properties(device), "uuid", "")))
 
@@ -135,7 +147,11 @@ class CudaMeter:
         other = total - free - self._cuda.memory_reserved(self._device)
         return replace(start, free_bytes=start.free_bytes - (other - start.other_bytes))
 
-    def highest(self) -> Peak:
+    def boot_peak(self) -> Peak:
+        peaks = [*self._noted, self._highest()]
+        return Peak(max(each.allocated_bytes for each in peaks), max(each.reserved_bytes for each in peaks), 0)
+
+    def _highest(self) -> Peak:
         return Peak(self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device), 0)
 
     def neighbours(self) -> Neighbours:
@@ -154,7 +170,7 @@ class CudaMeter:
             self._cuda.synchronize(self._device)
         finally:
             measured.seconds = time.monotonic() - started
-            highest = self.highest()
+            highest = self._highest()
             free, total = self._cuda.mem_get_info(self._device)
             measured.free_bytes = free
             other = total - free - self._cuda.memory_reserved(self._device)
@@ -165,5 +181,41 @@ class CudaMeter:
                 reserved + max(0, other - idle.other_bytes),
             )
 
+    @contextmanager
+    def trace(self) -> Iterator[list[dict[str, Any]]]:
+        """By the allocator's memory history (torch.cuda.memory), with Python stacks; it is off again afterwards."""
+        memory = self._cuda.memory
+        events: list[dict[str, Any]] = []
+        memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_TRACE_EVENTS)
+        try:
+            yield events
+        finally:
+            index = self._device.index or 0
+            with contextlib.suppress(RuntimeError):  # a dead context has no history to give
+                events += memory._snapshot()["device_traces"][index]
+                memory._record_memory_history(enabled=None)
+
     def forget_peaks(self) -> None:
         self._cuda.reset_peak_memory_stats(self._device)
+
+
+@contextmanager
+def kept_peaks() -> Iterator[list[Peak]]:
+    """While the block runs, note the allocator's highest totals whenever somebody resets them (device: 0).
+
+    An engine that resets its peak statistics on the way, around graph capture for one, loses what it peaked at before.
+    """
+    import torch
+
+    noted: list[Peak] = []
+    original = torch.cuda.reset_peak_memory_stats
+
+    def reset(device: Any = None) -> None:
+        noted.append(Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), 0))
+        original(device)
+
+    torch.cuda.reset_peak_memory_stats = reset
+    try:
+        yield noted
+    finally:
+        torch.cuda.reset_peak_memory_stats = original

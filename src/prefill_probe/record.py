@@ -40,8 +40,29 @@ class Oom:
 
 
 @dataclass(frozen=True)
+class MadeOf:
+    """What a peak was made of: bytes by component, largest first, and the largest single allocation."""
+
+    components: dict[str, int]
+    largest_bytes: int
+    largest_site: str
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers chose, by MoE layer: experts that were hit, and tokens of the most loaded one."""
+
+    experts: int
+    distinct: list[int]
+    largest_load: list[int]
+
+
+@dataclass(frozen=True)
 class ShapeRun:
-    """One run of one shape: ``run`` is cold, warm or virtual; ``outcome`` is ok, oom, fault or timeout."""
+    """One run of one shape: ``run`` is cold, warm or virtual; ``outcome`` is ok, oom, fault or timeout.
+
+    ``made_of`` and ``routing`` are noted in one run of the worst shape.
+    """
 
     name: str
     sequences: int
@@ -53,6 +74,8 @@ class ShapeRun:
     seconds: float
     tokens_per_second: float | None = None
     oom: Oom | None = None
+    made_of: MadeOf | None = None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)

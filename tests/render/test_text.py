@@ -15,6 +15,7 @@ from prefill_probe import (
     Shape,
     probe,
 )
+from prefill_probe.engine import Routing
 from prefill_probe.record import FaultEntry, Neighbour, Rank
 from prefill_probe.render.text import error_for, log_line
 
@@ -101,3 +102,15 @@ def test_verdicts_that_serve_have_none_and_say_what_is_left() -> None:
     assert error_for(fits) is error_for(tight) is None
     assert "fits: a prefill chunk of 8192 tokens needs 1658 MiB" in log_line(fits)
     assert "(margin 128 MiB)" in log_line(tight)
+
+
+def test_the_components_that_held_the_memory_are_named() -> None:
+    engine = MemoryEngine(600 * MIB, routing=Routing(8, (8,), (9,)))
+    assert "  held by      MoE 360 MiB, GDN 180 MiB" in str(error_for(probe(engine, SETTINGS)))
+
+
+def test_a_packed_chunk_that_fails_says_how_many_prompts_it_holds() -> None:
+    engine = MemoryEngine(
+        4096 * MIB, sequences=4, state_tokens=64, extra=lambda shape: 3000 * MIB if len(shape.sequences) > 1 else 0
+    )
+    assert "  shape        packed chunk: 4 prompts" in str(error_for(probe(engine, SETTINGS)))

@@ -61,6 +61,7 @@ def oom_text(record: ProbeRecord) -> str:
     lines += _shape(record)
     if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
         lines.append(_row("failed in", _failure(failed)))
+    lines += _held_by(record)
     lines += _ranks(record)
     lines += _neighbours(record)
     lines += [_row("note", note) for note in record.notes]
@@ -116,6 +117,14 @@ def _shape(record: ProbeRecord) -> list[str]:
         return []
     text = f"{name}: {run.sequences} prompts" if run.sequences > 1 else f"{name}: after {run.cached_tokens} tokens"
     return [_row("shape", text)]
+
+
+def _held_by(record: ProbeRecord) -> list[str]:
+    """The components that held most at the peak, or when it failed."""
+    made = next((run.made_of for run in reversed(record.shapes) if run.made_of), None)
+    if made is None:
+        return []
+    return [_row("held by", ", ".join(f"{name} {mib(size)}" for name, size in list(made.components.items())[:4]))]
 
 
 def _failure(run: ShapeRun) -> str:

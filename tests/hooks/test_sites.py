@@ -1,0 +1,66 @@
+"""Places of the engine in a person's words, and what its routers choose."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+
+from engine_hooks.freetoken.sites import place_of
+from prefill_probe.composition import Frame
+
+ROOT = "/usr/lib/python3/site-packages/freetoken/"
+BELOW: tuple[Frame, ...] = ((ROOT + "engine/engine.py", 9, "forward_batch"), ("/opt/run.py", 1, "main"))
+
+
+@pytest.mark.parametrize(
+    ("inner", "component", "place"),
+    [
+        ((("kernel/fla/chunk_delta_h.py", 326, "chunk_fwd"),), "GDN", "GDN chunk_delta_h (chunk_delta_h.py:326)"),
+        (
+            (("layers/linear.py", 4, "forward"), ("moe/fused.py", 7, "apply")),
+            "MoE",
+            "linear layer (linear.py:4)",
+        ),
+        ((("attention/qsa_sparse.py", 3, "forward"),), "attention", "QSA attention (qsa_sparse.py:3)"),
+        ((("layers/embedding.py", 2, "lm_head"),), "head", "head (embedding.py:2)"),
+        ((), "other", "forward_batch (engine.py:9)"),
+    ],
+)
+def test_a_stack_has_a_component_and_a_place(
+    inner: tuple[tuple[str, int, str], ...], component: str, place: str
+) -> None:
+    frames = [("/usr/lib/torch/functional.py", 1, "cat")] + [(ROOT + file, line, name) for file, line, name in inner]
+    assert place_of([*frames, *BELOW]) == (component, place)
+
+
+def test_a_stack_outside_of_the_engine_is_nowhere() -> None:
+    assert place_of([("/opt/app.py", 1, "main")]) == ("other", "")
+    assert place_of([]) == ("other", "")
+
+
+@pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment")
+def test_routing_counts_what_the_routers_chose_and_leaves_the_layers_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from freetoken.layers import moe
+
+    from engine_hooks.freetoken import routing
+
+    def entrance(self: object, hidden: object, weights: object, ids: object) -> str:
+        return "through"
+
+    monkeypatch.setattr(moe.OffloadMoELayer, "_prefill_routed", entrance)
+    layer = SimpleNamespace(num_experts=8)
+    with routing.observed() as found:
+        for ids in ([[0, 1], [0, 2]], [[5, 5], [5, 5]]):
+            through = moe.OffloadMoELayer._prefill_routed(layer, None, None, torch.tensor(ids, dtype=torch.int32))
+            assert through == "through"
+    assert moe.OffloadMoELayer._prefill_routed is entrance
+    (seen,) = found
+    assert (seen.experts, seen.distinct, seen.largest_load) == (8, (3, 1), (2, 4))
+    with routing.observed() as found:
+        pass
+    assert found == []

@@ -1,0 +1,26 @@
+"""The meter's parts that need no device."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def test_peaks_are_noted_before_somebody_resets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefill_probe.meter import kept_peaks
+
+    now = {"allocated": 100, "reserved": 200}
+    resets: list[object] = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: now["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device=None: now["reserved"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    original = torch.cuda.reset_peak_memory_stats
+    with kept_peaks() as noted:
+        torch.cuda.reset_peak_memory_stats("cuda:0")
+        now["allocated"] = 50
+        torch.cuda.reset_peak_memory_stats("cuda:0")
+    assert [peak.allocated_bytes for peak in noted] == [100, 50]
+    assert [peak.reserved_bytes for peak in noted] == [200, 200]
+    assert resets == ["cuda:0", "cuda:0"]
+    assert torch.cuda.reset_peak_memory_stats is original
