@@ -43,8 +43,8 @@ def test_a_bad_value_names_its_variable_and_what_is_accepted(variable: str, valu
 
 
 def test_shapes_are_named_or_automatic_and_the_full_chunk_is_always_among_them() -> None:
-    assert parse_shapes("auto") == ("full", "deep", "packed")
-    assert parse_shapes("decode,auto") == ("full", "deep", "packed", "decode")
+    assert parse_shapes("auto") == ("full", "deep", "packed", "image")
+    assert parse_shapes("decode,auto") == ("full", "deep", "packed", "decode", "image")
     assert parse_shapes("full") == ("full",)
     for text in ("", "deepest", "full,,deep"):
         with pytest.raises(ValueError, match="is not a shape; use auto, or some of full, first"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine_hooks.freetoken import routing
+from engine_hooks.freetoken import images, routing
 from engine_hooks.freetoken.planner import Planner, PlannerTap
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
@@ -125,6 +125,7 @@ class FreeTokenEngine:
             max_sequences=sequences,
             page_tokens=int(cache.page_size),
             kv_pages=int(engine.num_pages),
+            images=getattr(engine, "encoder_cache", None) is not None,
             state_tokens=GDN_CHUNK if engine.linear_state_pool is not None else 0,
         )
 
@@ -276,19 +277,18 @@ class FreeTokenEngine:
         sampling = self._default_sampling() if full else {"temperature": 0.0}
         generator = torch.Generator().manual_seed(SEED)
         vocabulary = int(self._scheduler.config.model_config.vocab_size)
-        return [
-            UserMsg(
-                uid=first_uid - number,
-                input_ids=torch.randint(
-                    vocabulary,
-                    (sequence.cached_tokens + sequence.new_tokens + (not shape.final),),
-                    generator=generator,
-                    dtype=torch.int32,
-                ),
-                sampling_params=SamplingParams(**sampling, max_tokens=max_tokens),
-            )
-            for number, sequence in enumerate(shape.sequences)
-        ]
+        messages = []
+        for number, sequence in enumerate(shape.sequences):
+            length = sequence.cached_tokens + sequence.new_tokens + (not shape.final)
+            ids = torch.randint(vocabulary, (length,), generator=generator, dtype=torch.int32)
+            chosen = SamplingParams(**sampling, max_tokens=max_tokens)
+            if shape.image:
+                made = images.with_image(self._scheduler.engine.mm_processor, ids, length)
+                extra = {name: getattr(made, name) for name in ("mm_items", "mrope_positions", "mrope_delta")}
+                messages.append(UserMsg(first_uid - number, made.input_ids, chosen, **extra))
+            else:
+                messages.append(UserMsg(first_uid - number, ids, chosen))
+        return messages
 
     def _default_sampling(self) -> dict[str, Any]:
         """What the API server fills in for a request that says nothing of sampling."""

@@ -92,8 +92,11 @@ class Before:
     def _restore_device(self, reqs: list[Any]) -> None:
         scheduler = self._scheduler
         tables, pool = scheduler.table_manager, scheduler.engine.linear_state_pool
+        encoded = getattr(scheduler.engine, "encoder_cache", None)
         for req in reqs:
             scheduler.cache_manager.unlock(req.cache_handle)
+            if encoded is not None and req.mm_items:
+                encoded.release(req.uid, [item.hash for item in req.mm_items])
         self._unbind_windows()
         if self._page_order is not None:
             self._pages.copy_(self._page_order)

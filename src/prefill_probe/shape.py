@@ -29,6 +29,7 @@ class Shape:
         final: whether the prompts end with this chunk, so that a token is sampled for a client.
         decodes: requests that generate meanwhile; their last step is still alive when the chunk is launched.
         restored: whether the cached tokens are a prefix hit, so that recurrent state is restored from a snapshot.
+        image: whether the prompt begins with the largest image that the engine accepts.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Shape:
     final: bool = True
     decodes: int = 0
     restored: bool = False
+    image: bool = False
 
     @property
     def new_tokens(self) -> int:
@@ -63,6 +65,7 @@ class Limits:
         kv_pages: pages of the KV pool.
         state_tokens: tokens of a sequence that share one entry of the state that recurrent layers (GDN, KDA) keep
             while a chunk runs; 0 without such layers.
+        images: whether the engine encodes images.
     """
 
     requested_chunk: int
@@ -74,6 +77,7 @@ class Limits:
     page_tokens: int
     kv_pages: int
     state_tokens: int = 0
+    images: bool = False
 
 
 # Of a request that generates beside a chunk: short, since what it holds of the KV pool is no transient.
@@ -146,6 +150,13 @@ def beside_decodes(limits: Limits, tokens: int, name: str) -> Shape | None:
     return Shape(name, (Sequence(0, tokens),), decodes=decodes)
 
 
+def image_chunk(limits: Limits, tokens: int, name: str) -> Shape | None:
+    """A chunk that begins with the largest image; None where the engine encodes none."""
+    if not limits.images or tokens + 1 > _longest(limits, limits.kv_pages):
+        return None
+    return Shape(name, (Sequence(0, tokens),), image=True)
+
+
 def packed_chunk(limits: Limits, tokens: int, name: str) -> Shape | None:
     """As many sequences as can run, sharing ``tokens`` so that their state needs the most entries.
 
@@ -193,9 +204,10 @@ FAMILIES = (
     Family("packed", "packed chunk", packed_chunk),
     Family("prefix", "chunk after a prefix hit", prefix_chunk),
     Family("decode", "chunk beside decodes", beside_decodes),
+    Family("image", "chunk with an image", image_chunk),
 )
 # The fewest that cover the others: the deepest chunk is a prefix hit beside decodes.
-AUTOMATIC = ("full", "deep", "packed")
+AUTOMATIC = ("full", "deep", "packed", "image")
 
 
 def _longest(limits: Limits, pages: int) -> int:

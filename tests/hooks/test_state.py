@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -52,7 +52,7 @@ def scheduler_of(cache_type: str, window_pool: bool) -> Any:
         token_pool=tables.token_pool,
         device=torch.device("cpu"),
         _forward_iter=7,
-        engine=SimpleNamespace(linear_state_pool=None, moe_offload_cache=None, kv_cache=kv_cache),
+        engine=SimpleNamespace(linear_state_pool=None, moe_offload_cache=None, kv_cache=kv_cache, encoder_cache=None),
     )
 
 
@@ -174,6 +174,7 @@ def engine_over(scheduler: Any, seen: Seen, fail_in: str = "") -> Any:
                 "sequences": [(req.cached_len, req.extend_len) for req in batch.reqs],
                 "chunked": [type(req).__name__ == "ChunkedReq" for req in batch.reqs],
                 "slots": [slot for row in rows for slot in row],
+                "images": [len(req.mm_items or ()) for req in batch.reqs],
                 "decodes": len(scheduler.decode_manager.running_reqs),
             }
         )
@@ -259,6 +260,73 @@ def test_a_shape_with_a_history_that_fails_anywhere_leaves_nothing(window_pool: 
         engine.run(shape)
     assert digest(scheduler) == before
     scheduler.cache_manager.check_integrity()
+
+
+def pictures(monkeypatch: pytest.MonkeyPatch, tokens: int) -> Any:
+    """A processor of the engine's own class, whose images take so many tokens."""
+    import torch
+    from freetoken.message import MMItem
+    from freetoken.mm.config import MultimodalConfig
+    from freetoken.mm.processor import MMProcessor, PromptReplacement
+
+    from engine_hooks.freetoken import images
+
+    class Pictures(MMProcessor):
+        placeholder: ClassVar[list[int]] = [7]
+
+        def process(self, pictures: list[Any]) -> list[Any]:
+            assert [picture.size for picture in pictures] == [(images.SIDE, images.SIDE)]
+            return [MMItem("image", 11, 9, [], torch.zeros(tokens, 4), None, {"grid_thw": [1, 2, 2]})]
+
+        def prompt_replacement(self, item: Any) -> Any:
+            return PromptReplacement([7] * tokens)
+
+        def dummy_items(self, dtype: Any, device: Any) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(images, "SIDE", 64)
+    return Pictures("", MultimodalConfig())
+
+
+@pytest.mark.usefixtures("_one_stream")
+@pytest.mark.parametrize(("tokens", "issued"), [(100, 256), (400, 256)])
+@pytest.mark.parametrize("fail_in", ["", "forward prefill"])
+def test_a_chunk_with_an_image_takes_the_engine_s_own_processor_and_leaves_no_embedding(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, issued: int, fail_in: str
+) -> None:
+    from freetoken.mm.encoder_cache import EncoderCache
+
+    from prefill_probe.shape import image_chunk
+
+    scheduler = scheduler_of("radix", False)
+    scheduler.engine.encoder_cache = scheduler.prefill_manager.encoder_cache = EncoderCache()
+    scheduler.engine.mm_processor = pictures(monkeypatch, tokens)
+    seen = Seen()
+    engine = engine_over(scheduler, seen, fail_in)
+    shape = image_chunk(engine.limits(), 256, "chunk with an image")
+    assert shape is not None
+    before = digest(scheduler)
+    if fail_in:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.run(shape)
+    else:
+        assert engine.run(shape).new_tokens == issued
+    assert seen.batches[0]["images"] == [1]
+    assert scheduler.engine.encoder_cache._entries == {}
+    assert digest(scheduler) == before
+
+
+@pytest.mark.usefixtures("_one_stream")
+def test_a_checkpoint_whose_images_cannot_be_prepared_refuses_the_shape() -> None:
+    from prefill_probe import Sequence, Shape
+    from prefill_probe.engine import ShapeRefused
+
+    scheduler = scheduler_of("radix", False)
+    before = digest(scheduler)
+    scheduler.engine.mm_processor = SimpleNamespace(placeholder=[7])
+    with pytest.raises(ShapeRefused, match="prepares no image: AttributeError"):
+        engine_over(scheduler, Seen()).run(Shape("image", (Sequence(0, 64),), image=True))
+    assert digest(scheduler) == before
 
 
 @pytest.mark.usefixtures("_one_stream")
