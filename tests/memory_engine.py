@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefill_probe import Budget, Geometry, Identity, Limits, PlanRefused, Shape
-from prefill_probe.engine import Routing
+from prefill_probe.engine import NotResizable, Routing
 from prefill_probe.meter import Measured, Peak, Reading
 from prefill_probe.neighbours import Load, Neighbours
 
@@ -104,6 +104,7 @@ class MemoryEngine:
     fragments_each_run: int = 0
     state_tokens: int = 0
     routing: Routing | None = None
+    refuses_to_resize: bool = False
     chunk: int = 8192
     requested: int = 8192
     longest: int = 262143
@@ -127,6 +128,8 @@ class MemoryEngine:
         self.settled = 0
         self.fragments = 0
         self.traces = 0
+        self.given = self.headroom
+        self.resized: list[dict[str, Any]] = []
         self.meter = MemoryMeter(self)
 
     def identity(self) -> Identity:
@@ -160,6 +163,24 @@ class MemoryEngine:
             raise PlanRefused("cache budget too small")
         tokens = int(memory_ratio * 1_000_000)
         return Geometry(tokens, None, tokens * 1024)
+
+    def resize(self, flags: Any) -> Geometry:
+        self.resized.append(dict(flags))
+        if flags and self.refuses_to_resize:
+            raise NotResizable("the pools cannot be resized")
+        budget = self.budget_
+        ratio = flags.get("--memory-ratio", budget.memory_ratio)
+        geometry = self.plan(ratio)
+        self.headroom = self.given + int((budget.memory_ratio - ratio) * budget.free_before_load_bytes)
+        for pool in budget.pools:
+            if (value := flags.get(pool.flag)) is not None:
+                if value < pool.floor:
+                    raise PlanRefused("below the floor")
+                self.headroom += (pool.value - value) * pool.unit_bytes
+        return geometry
+
+    def adopt_chunk(self, tokens: int) -> None:
+        self.chunk = tokens
 
     def run(self, shape: Shape) -> Shape:
         self.shapes.append(shape)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from memory_engine import MIB, MemoryEngine, out_of_memory
+from memory_engine import AUTOMATIC, MIB, MemoryEngine, out_of_memory
 
 from prefill_probe import ProbeSettings, Sequence, Shape, probe
 from prefill_probe._probe import Part
@@ -49,7 +49,7 @@ def test_one_byte_decides_between_fits_and_tight() -> None:
 
 
 def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again() -> None:
-    engine = MemoryEngine(headroom=600 * MIB)
+    engine = MemoryEngine(headroom=600 * MIB, refuses_to_resize=True)
     record = probe(engine, MARGIN)
     assert record.verdict == "does-not-fit"
     assert [(run.new_tokens, run.outcome) for run in record.shapes] == [
@@ -60,6 +60,7 @@ def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again
         (1024, "ok"),
         (1024, "ok"),
         (8192, "oom"),
+        (2240, "ok"),  # advice, run before it is given
     ]
     assert record.need is not None
     assert record.need.estimated
@@ -161,10 +162,10 @@ def test_the_engine_is_settled_once_after_a_pass_after_an_oom_and_after_an_inter
 
 
 def test_nothing_fits_at_all() -> None:
-    record = probe(MemoryEngine(10 * MIB), MARGIN)
+    record = probe(MemoryEngine(10 * MIB, floor=0.95), MARGIN)
     assert record.verdict == "does-not-fit"
     assert record.need is None
-    assert record.advice == []
+    assert not any(line.was_run for line in record.advice)
     assert record.shapes[-1].new_tokens == 64
 
 
@@ -324,8 +325,9 @@ def test_a_shape_that_does_not_fit_stops_the_start_even_if_the_full_chunk_fits(n
     record = probe(engine, MARGIN)
     assert record.verdict == "does-not-fit"
     assert record.need is not None
-    assert (record.need.shape, record.need.estimated) == (name, True)
-    assert record.need.device_bytes >= need(engine, 8192) + 3000 * MIB
+    # It came back once the pools were smaller.
+    assert (record.need.shape, record.need.estimated) == (name, False)
+    assert record.need.device_bytes == need(engine, 8192) + 3000 * MIB
     for line in record.advice:
         tokens = line.flags.get("--max-prefill-length")
         assert tokens is None or need(engine, int(tokens)) + 3000 * MIB + 128 * MIB <= 4096 * MIB
@@ -359,8 +361,8 @@ def test_one_run_of_the_worst_shape_says_what_its_peak_is_made_of_and_what_the_r
 
 def test_an_oom_says_what_held_the_memory_when_it_failed() -> None:
     record = probe(MemoryEngine(600 * MIB, routing=Routing(8, (8,), (9,))), MARGIN)
-    assert record.shapes[-1].outcome == "oom"
-    assert record.shapes[-1].made_of is not None
+    (run,) = [run for run in record.shapes if run.made_of]
+    assert (run.new_tokens, run.outcome) == (8192, "oom")
 
 
 def test_only_the_shapes_that_were_named_are_run() -> None:
@@ -400,3 +402,97 @@ def test_what_only_a_first_run_took_is_not_in_the_need() -> None:
     record = probe(engine, MARGIN)
     assert record.need is not None
     assert record.need.allocated_bytes == need(engine, 1000)
+
+
+# Advice that was run ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_recommended_was_run_with_the_worst_shape_and_left_the_margin() -> None:
+    engine = MemoryEngine(600 * MIB)
+    record = probe(engine, MARGIN)
+    assert [list(line.flags) for line in record.advice] == [
+        ["--max-prefill-length"],
+        ["--max-prefill-length", "--memory-ratio"],
+        ["--memory-ratio"],
+    ]
+    assert all(line.was_run for line in record.advice)
+    ran = {(run.new_tokens, run.peak.device_bytes) for run in record.shapes if run.outcome == "ok"}
+    for line in record.advice:
+        assert line.leaves_bytes is not None
+        assert line.leaves_bytes >= 128 * MIB
+        assert (line.flags.get("--max-prefill-length", 8192), line.peak_bytes) in ran
+    # The pools have the sizes of the start again.
+    assert engine.resized[-1] == {}
+    assert engine.headroom == 600 * MIB
+    # The full chunk came back with smaller pools, so its need is known.
+    assert record.need is not None
+    assert (record.need.estimated, record.need.device_bytes) == (False, need(engine, 8192))
+
+
+def test_each_line_says_what_it_costs() -> None:
+    record = probe(MemoryEngine(600 * MIB), MARGIN)
+    chunk, pair, ratio = record.advice
+    assert chunk.cost.startswith("KV cache unchanged, prefill ")
+    assert pair.cost.startswith("KV cache 950000 -> ")
+    assert "slower" in pair.cost
+    assert ratio.cost == "KV cache 950000 -> 870000 tokens"
+
+
+def test_where_the_engine_overwrites_the_chunk_it_is_never_advised() -> None:
+    budget = dataclasses.replace(AUTOMATIC, chunk_governs=False)
+    assert [list(line.flags) for line in probe(MemoryEngine(600 * MIB, budget_=budget), MARGIN).advice] == [
+        ["--memory-ratio"]
+    ]
+
+
+def test_an_explicit_pool_is_resized_and_run_before_its_size_is_advised() -> None:
+    budget = Budget(0.9, 15360 * MIB, False, True, (Pool("--num-tokens", 1_048_576, 4096, 64),))
+    engine = MemoryEngine(600 * MIB, budget_=budget)
+    lines = {tuple(line.flags): line for line in probe(engine, MARGIN).advice}
+    line = lines["--num-tokens",]
+    assert line.was_run
+    value = line.flags["--num-tokens"]
+    assert value % 64 == 0
+    assert {"--num-tokens": value} in engine.resized
+    assert 600 * MIB + (1_048_576 - value) * 4096 - need(engine, 8192) == line.leaves_bytes
+
+
+def test_flags_that_reduce_the_need_are_named_as_not_run() -> None:
+    budget = dataclasses.replace(AUTOMATIC, others=(("--embed-weights host", "looked up in host memory"),))
+    text = str(error_for(probe(MemoryEngine(600 * MIB, budget_=budget), MARGIN)))
+    assert "Also possible, not run: --embed-weights host (looked up in host memory)" in text
+
+
+def test_an_engine_that_cannot_resize_gets_its_ratio_as_not_run_with_the_reason() -> None:
+    record = probe(MemoryEngine(600 * MIB, refuses_to_resize=True), MARGIN)
+    chunk, ratio = record.advice
+    assert (chunk.was_run, ratio.was_run) == (True, False)
+    assert "Not run: --memory-ratio 0.8" in str(error_for(record))
+    assert "the pools cannot be resized" in str(error_for(record))
+
+
+def test_where_not_even_the_smallest_chunk_comes_back_a_ratio_is_found_all_the_same() -> None:
+    record = probe(MemoryEngine(10 * MIB), MARGIN)
+    ran = [line for line in record.advice if line.was_run]
+    assert ran
+    assert all("--memory-ratio" in line.flags and (line.leaves_bytes or 0) >= 128 * MIB for line in ran)
+
+
+def test_a_fault_during_a_trial_keeps_the_verdict_and_what_was_proven() -> None:
+    def fail(number: int, shape: Shape) -> None:
+        if engine.headroom > 600 * MIB:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = MemoryEngine(600 * MIB, before_run=fail)
+    record = probe(engine, MARGIN)
+    assert record.verdict == "does-not-fit"
+    assert [list(line.flags) for line in record.advice if line.was_run] == [["--max-prefill-length"]]
+    assert any("illegal memory access" in line.reason for line in record.advice)
+
+
+def test_a_tight_start_goes_on_and_its_advice_is_calculated() -> None:
+    engine = MemoryEngine(headroom=need(MemoryEngine(0), 8192) + 10 * MIB)
+    record = probe(engine, MARGIN)
+    assert record.advice
+    assert not any(line.was_run for line in record.advice)
+    assert engine.resized == []

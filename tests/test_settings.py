@@ -28,9 +28,8 @@ def test_every_setting_has_its_variable() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "accepted"),
     [
-        ("PREFILL_PROBE", "yes", "enforce, warn or off"),
-        ("PREFILL_PROBE", "adapt", "not available in this version"),
-        ("PREFILL_PROBE", "adapt-kv", "not available in this version"),
+        ("PREFILL_PROBE", "yes", "enforce, warn, adapt, adapt-kv or off"),
+        ("PREFILL_PROBE", "adjust", "use enforce, warn, adapt, adapt-kv or off"),
         ("PREFILL_PROBE_MARGIN", "128", "a number with a unit"),
         ("PREFILL_PROBE_TIMEOUT", "0", "seconds above 0"),
         ("PREFILL_PROBE_TIMEOUT", "inf", "seconds above 0"),

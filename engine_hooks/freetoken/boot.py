@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 from engine_hooks.freetoken import attach, planner, versions
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from prefill_probe._probe import probe
+from prefill_probe.adapt import Memory, adapted_probe, adapted_text
 from prefill_probe.faults import PrefillFaultError, PrefillProbeError
 from prefill_probe.logs import get_logger
 from prefill_probe.meter import Peak, kept_peaks
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
 from prefill_probe.settings import Mode, ProbeSettings
-from prefill_probe.watch import Marker
+from prefill_probe.watch import Marker, key_of
 
 
 def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,12 +68,24 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
     with _marked(engine, settings.mode, primary, log) as marker:
         if marker is None:
             return
-        record = probe(engine, settings, log.debug, lambda last: _keep_last(last, report, marker, log))
+
+        def keep(last: ProbeRecord) -> None:
+            _keep_last(last, report, marker, log)
+
+        if settings.mode.adapts:
+            memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
+            record = adapted_probe(engine, settings, memory, log.debug, keep)
+        else:
+            record = probe(engine, settings, log.debug, keep)
         # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
         damaged = any(engine.gather(engine.damaged))
     if primary:
         _keep(record, report, log)
     error = error_for(record)
+    if record.adapted is not None and not damaged:
+        if primary:
+            log.warning(adapted_text(record, _command()))
+        return
     if error is None:
         if primary:
             (log.warning if record.verdict == "tight" else log.info)(log_line(record))
@@ -82,8 +96,18 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
         log.error(log_line(record) + serving)
         if serving:
             log.error(f"{type(error).__name__}: {error}")
-    if settings.mode is Mode.ENFORCE or damaged:
+    if settings.mode is not Mode.WARN or damaged:
         raise error from engine.last_fault
+
+
+def _configuration(engine: FreeTokenEngine) -> dict[str, Any]:
+    identity = engine.identity()
+    return {"model": identity.model, "flags": identity.flags, "gpu": identity.gpu["name"], "engine": identity.engine}
+
+
+def _command() -> list[str]:
+    """The command line as it was typed; a spawned rank has that of its server."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 @contextlib.contextmanager
@@ -93,13 +117,9 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
     It is not where an earlier probe of this configuration never came back (in mode ``warn``).
 
     Raises:
-        PrefillFaultError: the same, in mode ``enforce``.
+        PrefillFaultError: the same, in another mode.
     """
-    identity = engine.identity()
-    marker = Marker(
-        state_directory(os.environ),
-        {"model": identity.model, "flags": identity.flags, "gpu": identity.gpu["name"], "engine": identity.engine},
-    )
+    marker = Marker(state_directory(os.environ), _configuration(engine))
     # The first rank looks; all do the same.
     left = engine.gather(str(marker.left_behind() or "") if primary else "")[0]
     if left:
@@ -108,7 +128,7 @@ def _marked(engine: FreeTokenEngine, mode: Mode, primary: bool, log: Any) -> Ite
             f"  marker       {left}\n"
             "It is not repeated by itself. To probe again: remove that file. To serve without it: --prefill-probe off"
         )
-        if mode is Mode.ENFORCE:
+        if mode is not Mode.WARN:
             raise PrefillFaultError(text)
         if primary:
             log.warning(text)

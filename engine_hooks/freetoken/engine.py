@@ -8,17 +8,26 @@ import importlib.metadata
 import math
 import platform
 import traceback
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine_hooks.freetoken import images, routing
-from engine_hooks.freetoken.planner import Planner, PlannerTap
+from engine_hooks.freetoken.planner import Planner, PlannerTap, quiet
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
 from prefill_probe.composition import Frame
-from prefill_probe.engine import Budget, Geometry, Identity, Routing, ShapeRefused
+from prefill_probe.engine import (
+    Budget,
+    Geometry,
+    Identity,
+    NotResizable,
+    PlanRefused,
+    Routing,
+    ShapeRefused,
+)
 from prefill_probe.faults import classify
 from prefill_probe.meter import CudaMeter, Meter, Peak
 from prefill_probe.shape import DECODE_OUTPUT_TOKENS, DECODE_PROMPT_TOKENS, Limits, Sequence, Shape, full_chunk
@@ -134,6 +143,40 @@ class FreeTokenEngine:
 
     def plan(self, memory_ratio: float) -> Geometry:
         return self._planner.plan(memory_ratio)
+
+    def resize(self, flags: Mapping[str, int | float]) -> Geometry:
+        """By ``Scheduler.rebuild_cache``, which frees the pools, makes them anew and captures the graphs again."""
+        import torch
+        from freetoken.engine.engine import CacheRebuildRejected
+
+        scheduler, present = self._scheduler, self._planner.present()
+        changes = {name: size for name, size in self._planner.sizes(flags).items() if size != present[name]}
+        if not changes:
+            return self._planner.geometry()
+        if scheduler.config.tp_info.size > 1:
+            raise NotResizable("the engine resizes its pools in place only without tensor parallelism")
+        if not scheduler.cache_manager.supports_runtime_rebuild:
+            raise NotResizable("the engine does not resize this model's pools in place")
+        try:
+            with torch.inference_mode(), quiet():
+                scheduler.rebuild_cache(**changes)
+        except CacheRebuildRejected as rejection:
+            raise PlanRefused(str(rejection).splitlines()[0]) from None
+        except Exception as error:
+            self.damaged = True  # until the pools of the start stand again
+            traceback.clear_frames(error.__traceback__)
+            raise PlanRefused(f"the pools could not be made: {type(error).__name__}") from None
+        self.damaged = False
+        self._before = Before(scheduler, rng=self._before.rng)
+        return self._planner.geometry()
+
+    def adopt_chunk(self, tokens: int) -> None:
+        """The scheduler's budget, and the configuration's, from which a resize of the pools makes the budget anew."""
+        scheduler = self._scheduler
+        for config in (scheduler.config, scheduler.engine.config):
+            object.__setattr__(config, "max_extend_tokens", tokens)  # frozen; the engine changes it in the same way
+        cap = scheduler.cache_manager.prefill_chunk_budget
+        scheduler.prefill_budget = min(tokens, cap) if cap else tokens
 
     # What it runs ----------------------------------------------------------------------------------------------
 

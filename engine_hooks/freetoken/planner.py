@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ class PlannerTap:
     given: dict[str, Any] = field(default_factory=dict)
 
 
+# Flags whose value is a size of ``Scheduler.rebuild_cache``.
+_SIZE_FLAGS = {"--num-pages": "num_pages", "--moe-cache-size": "moe_cache_size"}
 _GIVEN = (
     "memory_ratio",
     "max_extend_tokens",
@@ -67,6 +69,17 @@ def tap(config: Any) -> Iterator[PlannerTap]:
         engine_module._startup_kv_budget, cache_budget.resolve_moe_cache_auto = kv_budget, moe_auto
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While the block runs, nothing below a warning is logged: what the engine says of a trial is not so."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+
+
 class Planner:
     """The planner of one booted engine.
 
@@ -80,6 +93,7 @@ class Planner:
         self._noted = noted
         self._given = noted.given
         self._page_bytes = int(engine._pool_cls.kv_cost(engine.config)[0])
+        self._at_start = self.present()
 
     @property
     def kv_explicit(self) -> bool:
@@ -101,7 +115,53 @@ class Planner:
             # DeepSeek-V4 overwrites the chunk with the sequence length (``_adjust_dsv4_config``).
             chunk_governs=self._given.get("max_extend_tokens") == config.max_extend_tokens,
             pools=self._pools(),
+            others=self._others(),
         )
+
+    def _others(self) -> tuple[tuple[str, str], ...]:
+        """Flags of this engine version, not yet given, that make a chunk need less."""
+        config = self._engine.config
+        found = []
+        if getattr(config, "moe_prefill_overlap", False) and self._engine.moe_offload_cache is not None:
+            found.append(("--disable-moe-prefill-overlap", "one expert buffer less, prefill waits for experts"))
+        if getattr(config, "embed_weights", None) == "gpu":
+            found.append(("--embed-weights host", "embeddings in host memory, looked up there"))
+        return tuple(found)
+
+    def sizes(self, flags: Mapping[str, int | float]) -> dict[str, int]:
+        """What ``Scheduler.rebuild_cache`` must be given for the pools that the engine would make with ``flags``; none:
+        those of this start.
+
+        Raises:
+            PlanRefused: as ``plan``.
+        """
+        page = int(self._engine.config.page_size)
+        sizes = dict(self._at_start)
+        if (ratio := flags.get("--memory-ratio")) is not None:
+            geometry = self.plan(float(ratio))
+            sizes["num_pages"] = geometry.kv_tokens // page
+            if geometry.expert_slots is not None:
+                sizes["moe_cache_size"] = geometry.expert_slots
+        if (tokens := flags.get("--num-tokens")) is not None:
+            sizes["num_pages"] = int(tokens) // page
+        sizes |= {name: int(flags[flag]) for flag, name in _SIZE_FLAGS.items() if flag in flags}
+        return sizes
+
+    def present(self) -> dict[str, int]:
+        """The pools' sizes now, as ``sizes``."""
+        found = {"num_pages": int(self._engine.num_pages)}
+        if self._engine.moe_offload_cache is not None:
+            found["moe_cache_size"] = int(self._engine.moe_offload_cache.cache_size)
+        return found
+
+    def geometry(self) -> Geometry:
+        """The pools as they are now."""
+        sizes = self.present()
+        return self._geometry(sizes["num_pages"], sizes.get("moe_cache_size"))
+
+    def _geometry(self, pages: int, slots: int | None) -> Geometry:
+        size = pages * self._page_bytes + (slots or 0) * self._slot_bytes()
+        return Geometry(kv_tokens=pages * int(self._engine.config.page_size), expert_slots=slots, pool_bytes=size)
 
     def _pools(self) -> tuple[Pool, ...]:
         """Pools with explicit sizes, where the other pool would not take what they give up."""
@@ -135,11 +195,8 @@ class Planner:
         Raises:
             PlanRefused: below one of the planner's floors; the text is the planner's.
         """
-        slots = None
-        cache = self._engine.moe_offload_cache
-        if cache is not None:
-            slots = int(cache.cache_size)
-        pages = int(self._engine.num_pages)
+        slots = self._at_start.get("moe_cache_size")
+        pages = self._at_start["num_pages"]
         try:
             if self._noted.moe_auto is not None:
                 from freetoken.engine.cache_budget import resolve_moe_cache_auto
@@ -150,8 +207,7 @@ class Planner:
                 pages = self._solve_pages(memory_ratio)
         except (AssertionError, ValueError, RuntimeError) as refusal:
             raise PlanRefused(str(refusal).splitlines()[0] if str(refusal) else type(refusal).__name__) from None
-        size = pages * self._page_bytes + (slots or 0) * self._slot_bytes()
-        return Geometry(kv_tokens=pages * int(self._engine.config.page_size), expert_slots=slots, pool_bytes=size)
+        return self._geometry(pages, slots)
 
     def _solve_pages(self, memory_ratio: float) -> int:
         from freetoken.engine import engine as engine_module
@@ -163,9 +219,5 @@ class Planner:
         config = copy.copy(self._engine.config)
         object.__setattr__(config, "num_page_override", None)
         available = engine_module._startup_kv_budget(memory_ratio, free_before_load, free_then)
-        disabled = logging.root.manager.disable
-        logging.disable(logging.INFO)  # the engine logs "Allocating ..." here, and nothing is allocated
-        try:
+        with quiet():  # the engine logs "Allocating ..." here, and nothing is allocated
             return int(self._engine._pool_cls.solve_num_pages(config, available - state_pool_bytes(config)))
-        finally:
-            logging.disable(disabled)

@@ -17,7 +17,8 @@ class Before:
     to host memory, so that nothing is added to what is being measured.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, rng: tuple[Any, Any] | None = None) -> None:
+        """``rng``: random state to put back, of an earlier moment."""
         import torch
 
         self._scheduler = scheduler
@@ -29,7 +30,7 @@ class Before:
         self._page_order: Any = None
         self._blank = False
         device = scheduler.device
-        self._rng = torch.get_rng_state(), torch.cuda.get_rng_state(device)
+        self.rng = rng or (torch.get_rng_state(), torch.cuda.get_rng_state(device))
         # Rows are empty at the end of a boot; keep what is there all the same.
         self._saved_rows: dict[int, tuple[Any, Any]] = {}
 
@@ -85,8 +86,8 @@ class Before:
             scheduler.prefill_manager.pending_list = list(self._pending)
             scheduler.decode_manager.running_reqs = set(self._running)
             scheduler._forward_iter = self._iteration
-            torch.set_rng_state(self._rng[0])
-        torch.cuda.set_rng_state(self._rng[1], scheduler.device)
+            torch.set_rng_state(self.rng[0])
+        torch.cuda.set_rng_state(self.rng[1], scheduler.device)
         torch.cuda.synchronize(scheduler.device)
 
     def _restore_device(self, reqs: list[Any]) -> None:

@@ -20,6 +20,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "Scheduler._prepare_batch": ("batch",),
         "Scheduler._forward": ("forward_input",),
         "Scheduler._restore_linear_states": ("batch",),
+        "Scheduler.rebuild_cache": ("moe_cache_size", "num_pages"),
     },
     "freetoken.scheduler.prefill": {
         "PrefillManager.add_one_req": ("req",),
@@ -41,6 +42,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     "freetoken.moe.offload_cache": {"OffloadMoeCache.reset": ()},
     "freetoken.engine.engine": {
         "_startup_kv_budget": ("memory_ratio", "init_free_memory", "new_free_memory"),
+        "CacheRebuildRejected": None,
     },
     "freetoken.engine.cache_budget": {
         "expert_bytes_per_slot": ("sources",),
@@ -85,7 +87,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "prefill_manager": ("pending_list",),
     "decode_manager": ("running_reqs",),
-    "cache_manager": ("free_slots", "page_size", "swa_pool", "is_hybrid", "prefix_cache"),
+    "cache_manager": ("free_slots", "page_size", "swa_pool", "is_hybrid", "prefix_cache", "supports_runtime_rebuild"),
     "table_manager": ("_free_slots", "page_table"),
     "engine": (
         "stream",

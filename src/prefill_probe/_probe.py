@@ -13,8 +13,9 @@ from typing import Any
 
 from prefill_probe import advice as advising
 from prefill_probe import record as records
+from prefill_probe._advise import Adviser
 from prefill_probe.composition import Composition, blocks_at_peak, compose
-from prefill_probe.engine import Engine, Geometry, PlanRefused, Routing, ShapeRefused
+from prefill_probe.engine import Engine, PlanRefused, Routing, ShapeRefused
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
 from prefill_probe.meter import Measured, Peak
 from prefill_probe.neighbours import moved_bytes
@@ -30,6 +31,7 @@ from prefill_probe.shape import (
     largest_power_of_two_below,
 )
 from prefill_probe.sizes import MIB, mib
+from prefill_probe.trial import Trial
 from prefill_probe.watch import bounded, deadline, deadline_seconds
 
 Progress = Callable[[str], None]
@@ -53,6 +55,7 @@ def probe(
     settings: ProbeSettings,
     progress: Progress = lambda text: None,
     keep: Keep = lambda record: None,
+    once: str = "",
 ) -> records.ProbeRecord:
     """Run a full prefill chunk through ``engine`` and say whether it fits.
 
@@ -67,6 +70,7 @@ def probe(
             all get the same verdict.
         settings: margin, timeout and the rest. ``mode`` is the caller's: this never raises for a verdict.
         progress: called with one line before each run.
+        once: word of a shape that is run once, at full size, and nothing else: to confirm what is already known.
         keep: called with the record of a probe that cannot come back, from another thread, before the process is
             ended: a chunk that hangs (status 70), or one that failed on this rank alone while the others wait for it
             inside a collective (status 78 or 70, as the fault asks).
@@ -87,11 +91,11 @@ def probe(
 
     with deadline(seconds, report):
         try:
-            session.run_all()
+            session.run_all() if not once else session.run_once(once)
+            return session.record()
         finally:
             if session.device_usable:
                 engine.settle()
-    return session.record()
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Part:
     need: records.Need | None
     shapes: tuple[records.ShapeRun, ...]
     points: tuple[advising.Point, ...]
+    word: str
     fault: Fault | None
     notes: tuple[str, ...]
 
@@ -164,6 +169,7 @@ class Session:
         self.before = engine.meter.read()
         self.start = self.idle = self.before
         self.runs: list[Run] = []
+        self.trials: list[Run] = []
         self.moved: int | None = None
         self.stopped_early = False
         self.device_usable = True
@@ -189,6 +195,13 @@ class Session:
                 return
             if attempt == "first":
                 self.progress(f"free memory moved by {mib(self.moved)} under the probe; repeating it")
+
+    def run_once(self, word: str) -> None:
+        """One run of one shape; of the full chunk where that shape cannot be."""
+        family = next((each for each in self.families if each.word == word), PLAIN)
+        self.run(family, self.tokens, cold=True)
+        if self.device_usable:
+            self.idle = self.engine.meter.read()
 
     def _moved(self, by_neighbours: int | None, runs: Sequence[Run]) -> int:
         """Bytes by which others changed what they hold during ``runs``.
@@ -397,7 +410,8 @@ class Session:
                 verdict = "tight"
                 notes.append("oversubscribed: the full chunk is far slower than smaller ones predict")
         shapes = tuple(_shape_run(run) for run in self.runs)
-        return Part(verdict, headroom, need, shapes, self._slope(judged, need), fault, tuple(notes))
+        word = judged.family.word if judged else PLAIN.word
+        return Part(verdict, headroom, need, shapes, self._slope(judged, need), word, fault, tuple(notes))
 
     def _slope(self, judged: Run | None, need: records.Need | None) -> tuple[advising.Point, ...]:
         """Device transients by size of the shape that is judged.
@@ -427,12 +441,68 @@ class Session:
         parts = self.engine.gather(self.part())
         worst = max(range(len(parts)), key=lambda rank: _SEVERITY.index(parts[rank].verdict))
         record = self._build(parts[worst], dict(enumerate(parts)))
-        if record.verdict in ("tight", "does-not-fit"):
-            try:
-                record = replace(record, advice=self._advice(parts[worst]))
-            except Exception as error:  # the planner is another program's; without it the verdict stands
-                record = replace(record, notes=[*record.notes, f"no advice: {type(error).__name__}: {error}"])
-        return record
+        if record.verdict not in ("tight", "does-not-fit"):
+            return record
+        try:
+            adviser = self._adviser(parts[worst])
+            advice = adviser.proven() if self._can_try(record) else adviser.calculated()
+            record = replace(record, advice=advice, need=self._seen(record.need))
+        except Exception as error:  # the planner is another program's; without it the verdict stands
+            record = replace(record, notes=[*record.notes, f"no advice: {type(error).__name__}: {error}"])
+        timings = {"probe_seconds": round(time.monotonic() - self.started, 3)}
+        return replace(record, shapes=[*record.shapes, *map(_shape_run, self.trials)], timings=timings)
+
+    def _seen(self, need: records.Need | None) -> records.Need | None:
+        """The need as a trial with smaller pools showed it, where a start's own pools left no room to."""
+        full = [run for run in self.trials if run.ok and run.full]
+        if (need is not None and not need.estimated) or not full:
+            return need
+        peak = full[-1].measured.peak
+        return records.Need(peak.allocated_bytes, peak.reserved_bytes, peak.device_bytes, full[-1].shape.name)
+
+    def _can_try(self, record: records.ProbeRecord) -> bool:
+        """Whether advice is run: not where the start goes on as it is, nor where running out of memory does harm."""
+        return record.verdict == "does-not-fit" and self.device_usable and not (self.wsl or self.unified)
+
+    def _adviser(self, part: Part) -> Adviser:
+        family = next(each for each in FAMILIES if each.word == part.word)
+        rates = [run.new_tokens / run.seconds for run in part.shapes if run.outcome == "ok" and run.seconds > 0]
+        return Adviser(
+            engine=self.engine,
+            points=part.points,
+            chunk_tokens=self.tokens,
+            headroom_bytes=part.headroom_bytes,
+            margin_bytes=self.margin,
+            align=self.limits.align,
+            seconds=3 * self.tokens / max(rates) if rates else 0.0,
+            run=lambda tokens: self._trial(family, tokens),
+        )
+
+    def _trial(self, family: Family, tokens: int) -> Trial:
+        """Run ``family`` as advice, with the pools as they are now: in the record, and no part of the verdict.
+
+        Raises:
+            PlanRefused: nothing was run, or the device is lost.
+        """
+        self.limits = self.engine.limits()
+        before = len(self.runs)
+        self.run(family, tokens, cold=False)
+        if len(self.runs) == before:
+            raise PlanRefused("the scheduler does not admit the chunk")
+        run = self.runs.pop()
+        self.trials.append(run)
+        if not self.device_usable:
+            raise PlanRefused(f"trying it ended in a fault: {run.fault.text if run.fault else 'on another rank'}")
+        need = run.measured.peak.device_bytes if run.ok else None
+        leaves = self.start.headroom_bytes - need if need is not None else -1
+        ranks = self.engine.gather((need, leaves, run.measured.seconds))
+        needs = [each for each, _, _ in ranks if each is not None]
+        return Trial(
+            run.shape.new_tokens,
+            max(needs) if len(needs) == len(ranks) else None,
+            min(leaves for _, leaves, _ in ranks),
+            max(seconds for _, _, seconds in ranks),
+        )
 
     def timed_out(self, seconds: float) -> records.ProbeRecord:
         """The record of a probe that hangs; asks nothing of the device or of other ranks."""
@@ -448,7 +518,7 @@ class Session:
             peak=records.Ledgers(0, 0, 0),
             seconds=round(seconds, 1),
         )
-        part = Part("fault", self.idle.headroom_bytes, None, (*shapes, hung), (), fault, tuple(self.notes))
+        part = Part("fault", self.idle.headroom_bytes, None, (*shapes, hung), (), PLAIN.word, fault, tuple(self.notes))
         return self._build(part, {self.engine.rank: part})
 
     def left_alone(self) -> records.ProbeRecord:
@@ -500,37 +570,6 @@ class Session:
         if not found.known:
             return None
         return [records.Neighbour(pid, size) for pid, size in sorted(found.bytes_by_pid.items())]
-
-    def _advice(self, part: Part) -> list[records.Advice]:
-        """Candidates, with what the engine's planner says of them."""
-        if not part.points:
-            return []
-        budget = self.engine.budget()
-        lines = []
-        for candidate in advising.recommend(
-            part.points,
-            chunk=self.tokens,
-            headroom_bytes=part.headroom_bytes,
-            margin_bytes=self.margin,
-            budget=budget,
-            align=self.limits.align,
-        ):
-            cost = ""
-            if "--memory-ratio" in candidate.flags and budget.memory_ratio is not None:
-                try:
-                    now = self.engine.plan(budget.memory_ratio)
-                    then = self.engine.plan(float(candidate.flags["--memory-ratio"]))
-                except PlanRefused as refusal:
-                    reason = f"the engine's planner refuses it: {refusal}"
-                    lines.append(records.Advice(candidate.flags, False, None, None, "", reason))
-                    continue
-                cost = _pool_cost(now, then)
-            lines.append(
-                records.Advice(
-                    candidate.flags, False, candidate.need_bytes, candidate.leaves_bytes, cost, candidate.reason
-                )
-            )
-        return lines
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -604,12 +643,3 @@ def _made_of(run: Run) -> records.MadeOf | None:
 def _routing(run: Run) -> records.Routing | None:
     seen = run.observed.routing if run.observed else None
     return None if seen is None else records.Routing(seen.experts, list(seen.distinct), list(seen.largest_load))
-
-
-def _pool_cost(now: Geometry, then: Geometry) -> str:
-    parts = []
-    if now.kv_tokens != then.kv_tokens:
-        parts.append(f"KV cache {now.kv_tokens} -> {then.kv_tokens} tokens")
-    if now.expert_slots != then.expert_slots:
-        parts.append(f"expert cache {now.expert_slots} -> {then.expert_slots} slots")
-    return ", ".join(parts)

@@ -93,7 +93,7 @@ def recommend(
     if short <= 0:
         return []
     candidates = []
-    if budget.chunk_governs and (tokens := _largest_chunk(points, chunk, headroom_bytes - margin_bytes, align)):
+    if budget.chunk_governs and (tokens := largest_chunk_within(points, chunk, headroom_bytes - margin_bytes, align)):
         peak = need_at(points, tokens)
         candidates.append(
             Candidate({"--max-prefill-length": tokens}, peak, headroom_bytes - peak, "a smaller chunk needs less")
@@ -119,7 +119,7 @@ def recommend(
     return candidates
 
 
-def _largest_chunk(points: Sequence[Point], chunk: int, available_bytes: int, align: int) -> int:
+def largest_chunk_within(points: Sequence[Point], chunk: int, available_bytes: int, align: int) -> int:
     """The largest aligned chunk below ``chunk`` whose need is at most ``available_bytes``; 0 if there is none.
 
     The need never falls with tokens, so a bisection finds it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -61,6 +61,7 @@ class Budget:
         ratio_governs: whether another ratio changes the headroom (not so where all pools have explicit sizes).
         chunk_governs: whether ``--max-prefill-length`` changes the chunk.
         pools: the pools whose sizes were given by flag, where no other pool would take what they give up.
+        others: flags of this engine version that reduce what a chunk needs, as they are typed, and what each costs.
     """
 
     memory_ratio: float | None
@@ -68,6 +69,7 @@ class Budget:
     ratio_governs: bool
     chunk_governs: bool
     pools: tuple[Pool, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ class PlanRefused(Exception):
     """The engine's planner does not accept a memory ratio; the text is the planner's."""
 
 
+class NotResizable(PlanRefused):
+    """The engine cannot resize its pools in place, whatever the size; the text says why."""
+
+
 class ShapeRefused(Exception):
     """The engine's scheduler does not admit a shape; the text says what it admits."""
 
@@ -136,6 +142,18 @@ class Engine(Protocol):
         Raises:
             PlanRefused: it would make none.
         """
+
+    def resize(self, flags: Mapping[str, int | float]) -> Geometry:
+        """Give the pools, in place, the sizes that they would have at a start with ``flags`` (``--memory-ratio``, or
+        those of ``Budget.pools``) beside the present ones; no flags: the sizes of this start.
+
+        Raises:
+            NotResizable: the engine cannot.
+            PlanRefused: it does not accept these. In both cases its pools are as before.
+        """
+
+    def adopt_chunk(self, tokens: int) -> None:
+        """From now on issue chunks of at most ``tokens`` tokens; ``limits`` says so as well."""
 
     def run(self, shape: Shape) -> Shape:
         """Run one chunk through the engine's own kernels and give back what it took.

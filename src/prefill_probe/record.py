@@ -269,11 +269,20 @@ def write_record(record: ProbeRecord, path: Path) -> None:
     Raises:
         OSError: the file cannot be written; nothing is left behind.
     """
+    replace_file(path, record.to_json())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``: readable by its owner alone, whole or not at all (write, fsync, rename).
+
+    Raises:
+        OSError: the file cannot be written; nothing is left behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(record.to_json())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

@@ -17,25 +17,26 @@ class Mode(str, enum.Enum):
 
     ENFORCE = "enforce"
     WARN = "warn"
+    ADAPT = "adapt"
+    ADAPT_KV = "adapt-kv"
     OFF = "off"
 
-
-# Words of the product that this version does not offer yet: refused by name, never ignored.
-_LATER_MODES = ("adapt", "adapt-kv")
+    @property
+    def adapts(self) -> bool:
+        """Whether a start goes on with a value that was run."""
+        return self in (Mode.ADAPT, Mode.ADAPT_KV)
 
 
 def parse_mode(text: str) -> Mode:
     """A mode word.
 
     Raises:
-        ValueError: an unknown word, or one that this version does not offer yet.
+        ValueError: an unknown word.
     """
-    if text in _LATER_MODES:
-        raise ValueError(f"{text!r} is not available in this version; use enforce, warn or off")
     try:
         return Mode(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a mode; use enforce, warn or off") from None
+        raise ValueError(f"{text!r} is not a mode; use enforce, warn, adapt, adapt-kv or off") from None
 
 
 def parse_seconds(text: str) -> float:
@@ -155,10 +156,12 @@ OPTIONS: tuple[Option, ...] = (
         "PREFILL_PROBE",
         "mode",
         parse_mode,
-        "{enforce,warn,off}",
+        "{enforce,warn,adapt,adapt-kv,off}",
         "enforce",
-        "Run one prefill chunk of the largest size before serving. enforce: a chunk that does not fit stops the "
-        "start with the values to use instead; warn: log it and serve; off: do not probe.",
+        "Run one prefill chunk of the largest size before serving. A chunk that does not fit: enforce: stops the start "
+        "with the values to use instead; warn: is logged, and the server serves; adapt: the chunk is lowered to the "
+        "largest one that was run and fits; adapt-kv: the chunk stays, the caches shrink to sizes that were run. "
+        "off: do not probe.",
     ),
     Option(
         "--prefill-probe-margin",

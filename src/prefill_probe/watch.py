@@ -82,6 +82,11 @@ def _dump_stacks() -> None:
         faulthandler.dump_traceback(all_threads=True)
 
 
+def key_of(configuration: dict[str, Any]) -> str:
+    """A short name of a configuration, for files that are about it."""
+    return hashlib.sha256(json.dumps(configuration, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 class Marker:
     """A file that stands while a probe runs, so that the next boot knows of one that never came back.
 
@@ -91,8 +96,7 @@ class Marker:
     """
 
     def __init__(self, directory: Path, configuration: dict[str, Any]) -> None:
-        text = json.dumps(configuration, sort_keys=True, default=str)
-        self._prefix = f"unfinished-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        self._prefix = f"unfinished-{key_of(configuration)}"
         self._directory = directory
         self.path = directory / f"{self._prefix}-{os.getpid()}.json"
 

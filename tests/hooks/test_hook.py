@@ -103,7 +103,7 @@ def test_the_help_shows_every_flag_with_its_environment_twin() -> None:
     ("arguments", "says"),
     [
         (["--prefill-probe", "maybe"], "use enforce, warn or off"),
-        (["--prefill-probe", "adapt"], "not available in this version"),
+        (["--prefill-probe", "adjust"], "use enforce, warn, adapt, adapt-kv or off"),
         (["--prefill-probe-margin", "128"], "a number with a unit"),
         (["--prefill-probe-timeout", "-1"], "seconds above 0"),
         (["--prefill-guard", "on"], "not available in this version"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefill_probe.faults import (
     PrefillFaultError,
     PrefillInconclusiveError,
@@ -140,12 +142,19 @@ def _failure(run: ShapeRun) -> str:
 
 
 def _advice(record: ProbeRecord) -> list[str]:
-    possible = [line for line in record.advice if line.peak_bytes is not None]
-    refused = [line for line in record.advice if line.peak_bytes is None]
-    lines = []
-    if possible:
+    ran = [line for line in record.advice if line.was_run]
+    calculated = [line for line in record.advice if not line.was_run and line.peak_bytes is not None]
+    refused = [line for line in record.advice if line.peak_bytes is None and line.reason]
+    others = [line for line in record.advice if line.peak_bytes is None and not line.reason]
+    lines: list[str] = []
+    untried: list[Advice] = []
+    if ran:
+        lines.append("Start again with one of these (each was run on this GPU before it was printed):")
+        lines += _table(ran, "")
+        untried = calculated
+    elif calculated:
         lines.append(f"Start again with one of these (not run; calculated from {_measured(record)}):")
-        lines += [_advice_line(line) for line in possible]
+        lines += _table(calculated, "about ")
     elif any(run.outcome == "ok" for run in record.shapes):
         lines.append("No value of one flag alone leaves enough memory; a smaller model or a larger GPU does.")
     else:
@@ -153,7 +162,10 @@ def _advice(record: ProbeRecord) -> list[str]:
         lines.append(
             f"Not even a chunk of {smallest} tokens came back: lower --memory-ratio, or free memory on this GPU."
         )
+    lines += [f"Not run: {_flags(line)} (peak about {mib(line.peak_bytes or 0)}): {line.reason}" for line in untried]
     lines += [f"Does not help: {_flags(line)}: {line.reason}" for line in refused]
+    if others:
+        lines.append("Also possible, not run: " + "; ".join(f"{_flags(line)} ({line.cost})" for line in others))
     lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
     return lines
 
@@ -177,11 +189,21 @@ def _measured(record: ProbeRecord) -> str:
 
 
 def _flags(line: Advice) -> str:
-    return " ".join(f"{flag} {value}" for flag, value in line.flags.items())
+    def shown(value: Any) -> str:
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    return " ".join(f"{flag} {shown(value)}".strip() for flag, value in line.flags.items())
 
 
-def _advice_line(line: Advice) -> str:
-    assert line.peak_bytes is not None
-    assert line.leaves_bytes is not None
-    text = f"  {_flags(line):<30} peak about {mib(line.peak_bytes)}, leaves about {mib(line.leaves_bytes)}"
-    return f"{text}   {line.cost}" if line.cost else text
+def _table(advice: list[Advice], about: str) -> list[str]:
+    """One line each: the flags, the peak under them, what they leave, and what they cost."""
+    columns = [
+        (
+            _flags(line),
+            f"peak {about}{mib(line.peak_bytes or 0)}, leaves {about}{mib(line.leaves_bytes or 0)}",
+            line.cost,
+        )
+        for line in advice
+    ]
+    flags, leaves = (max(len(row[column]) for row in columns) for column in (0, 1))
+    return [f"  {row[0]:<{flags}}   {row[1]:<{leaves}}   {row[2]}".rstrip() for row in columns]
