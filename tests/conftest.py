@@ -12,7 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PREFILL_PROBE", "PREFILL_PROBE_MARGIN", "PREFILL_PROBE_TIMEOUT", "PREFILL_PROBE_REPORT"):
+    for name in (
+        "PREFILL_PROBE",
+        "PREFILL_PROBE_MARGIN",
+        "PREFILL_PROBE_TIMEOUT",
+        "PREFILL_PROBE_SHAPES",
+        "PREFILL_PROBE_REPORT",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))

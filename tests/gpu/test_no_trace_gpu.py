@@ -1,0 +1,157 @@
+"""On a machine with a CUDA GPU and FreeToken: the engine is as before a probe, whatever became of it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment"),
+]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+CHUNK = 2048
+
+
+@pytest.fixture(scope="module")
+def booted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """An offline engine that was not probed, and the hook's view of it."""
+    import torch
+    from generate import tame
+    from traffic import booted as boot
+
+    from engine_hooks.freetoken.engine import FreeTokenEngine
+    from prefill_probe.geometry import make_model
+
+    model = make_model(tmp_path_factory.mktemp("model"), "flash-next-nvfp4", layers=4)
+    llm, noted, peaks = boot(str(model), 4, CHUNK)
+    with torch.inference_mode():
+        tame(llm)
+    return llm, FreeTokenEngine(llm, noted, peaks)
+
+
+def digest(llm: Any) -> dict[str, Any]:
+    """Everything of the engine that a chunk may touch, as far as it is not free memory."""
+    import torch
+
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine, cache, tables = llm.engine, llm.cache_manager, llm.table_manager
+    cache.check_integrity()
+    pool = engine.linear_state_pool
+
+    def content(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(value if isinstance(value, bytes) else repr(value).encode()).hexdigest()[:16]
+
+    experts = engine.moe_offload_cache
+    return {
+        "free_pages": content(cache.free_slots),
+        "page_table": content(tables.page_table),
+        "token_pool": content(llm.token_pool),
+        "rows": list(tables._free_slots),
+        "state_free": content(getattr(pool, "_free_slots", getattr(pool, "free_slots", None))),
+        "state": [content(pool.conv_states), content(pool.recurrent_states)],
+        "tree": cache.available_size,
+        "pending": len(llm.prefill_manager.pending_list),
+        "running": len(llm.decode_manager.running_reqs),
+        "experts": {
+            name: content(value)
+            for name, value in vars(experts).items()
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64, torch.bool)
+        },
+        "rng": [content(torch.get_rng_state()), content(torch.cuda.get_rng_state())],
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "config": content(llm.config),
+        "iteration": llm._forward_iter,
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "blocks": torch.cuda.memory_stats()["active.all.current"],
+        "tensors": sum(isinstance(each, torch.Tensor) and each.is_cuda for each in gc.get_objects()),
+    }
+
+
+def settled(llm: Any, engine: Any) -> dict[str, Any]:
+    """The digest once everything that is loaded only once is loaded."""
+    from prefill_probe import ProbeSettings, probe
+
+    probe(engine, ProbeSettings(shapes=("full", "first", "deep", "packed", "prefix", "decode")))
+    return digest(llm)
+
+
+def test_a_probe_of_every_shape_leaves_no_trace(booted: tuple[Any, Any]) -> None:
+    from prefill_probe import ProbeSettings, probe
+
+    llm, engine = booted
+    before = settled(llm, engine)
+    record = probe(engine, ProbeSettings(shapes=("full", "first", "deep", "packed", "prefix", "decode")))
+    assert record.verdict == "fits", record.notes
+    assert not any("not run" in note for note in record.notes), record.notes
+    assert digest(llm) == before
+
+
+def test_an_oom_at_any_of_ten_places_leaves_no_trace(booted: tuple[Any, Any]) -> None:
+    """The process is given ever more memory over idle, so that the chunk fails ever later."""
+    import torch
+
+    from prefill_probe.shape import deepest_chunk
+
+    llm, engine = booted
+    before = settled(llm, engine)
+    shape = deepest_chunk(engine.limits(), CHUNK, "deepest chunk")
+    assert shape is not None
+    total = torch.cuda.get_device_properties(0).total_memory
+    places = set()
+    for step in range(1, 40):
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved() + step * (8 << 20)
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+        try:
+            engine.run(shape)
+        except torch.OutOfMemoryError as error:
+            places.add(engine.site(error))
+            del error
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert digest(llm) == before, (step, places)
+        if len(places) >= 10:
+            break
+    assert len(places) >= 5, places
+
+
+def test_greedy_tokens_of_twenty_prompts_are_the_same_before_and_after(booted: tuple[Any, Any]) -> None:
+    import torch
+    from freetoken.core import SamplingParams
+
+    from prefill_probe import ProbeSettings, probe
+
+    llm, engine = booted
+    pick = random.Random(3)
+    rows = [[pick.randrange(2, 32000) for _ in range(16 + 211 * number)] for number in range(20)]
+    for number in range(5, 20, 5):
+        rows[number][: len(rows[number - 1])] = rows[number - 1][: len(rows[number])]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        llm.cache_manager.rebuild(llm.engine.num_pages, llm.engine.page_table)
+        with torch.inference_mode():
+            return [llm.generate([row], sampling)[0]["token_ids"] for row in rows]
+
+    first = tokens()
+    again = tokens()
+    llm.cache_manager.rebuild(llm.engine.num_pages, llm.engine.page_table)
+    fresh = type(engine)(llm, engine._planner._noted)
+    probe(fresh, ProbeSettings())
+    assert again == first
+    assert tokens() == first
+    assert len({token for row in first for token in row}) > 20
