@@ -24,3 +24,21 @@ def test_peaks_are_noted_before_somebody_resets_them(monkeypatch: pytest.MonkeyP
     assert [peak.reserved_bytes for peak in noted] == [200, 200]
     assert resets == ["cuda:0", "cuda:0"]
     assert torch.cuda.reset_peak_memory_stats is original
+
+
+def test_an_allocator_without_a_history_gives_none_and_is_no_error() -> None:
+    from types import SimpleNamespace
+
+    from prefill_probe.meter import CudaMeter
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no history")
+
+    meter = CudaMeter.__new__(CudaMeter)
+    meter._cuda = SimpleNamespace(memory=SimpleNamespace(_record_memory_history=refuse, _snapshot=refuse))
+    meter._device = torch.device("cuda", 0)
+    with meter.trace() as events:
+        pass
+    assert events == []
+    with pytest.raises(ValueError, match="the chunk's own"), meter.trace():
+        raise ValueError("the chunk's own")

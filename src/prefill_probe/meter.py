@@ -186,13 +186,14 @@ class CudaMeter:
         """By the allocator's memory history (torch.cuda.memory), with Python stacks; it is off again afterwards."""
         memory = self._cuda.memory
         events: list[dict[str, Any]] = []
-        memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_TRACE_EVENTS)
+        # The history explains a peak and decides nothing: a torch without it, or a dead context, costs that alone.
+        with contextlib.suppress(Exception):
+            memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_TRACE_EVENTS)
         try:
             yield events
         finally:
-            index = self._device.index or 0
-            with contextlib.suppress(RuntimeError):  # a dead context has no history to give
-                events += memory._snapshot()["device_traces"][index]
+            with contextlib.suppress(Exception):
+                events += memory._snapshot()["device_traces"][self._device.index or 0]
                 memory._record_memory_history(enabled=None)
 
     def forget_peaks(self) -> None:
