@@ -32,6 +32,7 @@ def out_of_memory(requested: int, free: int) -> OutOfMemoryError:
 class MemoryMeter:
     def __init__(self, engine: MemoryEngine) -> None:
         self._engine = engine
+        self.timed = True
         self.peak = 0
         self.foreign = 0
         self.neighbours_known = False

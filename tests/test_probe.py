@@ -438,6 +438,12 @@ def test_each_line_says_what_it_costs() -> None:
     assert ratio.cost == "KV cache 950000 -> 870000 tokens"
 
 
+def test_where_seconds_are_not_the_device_s_no_speed_is_claimed() -> None:
+    engine = MemoryEngine(600 * MIB)
+    engine.meter.timed = False
+    assert not any("prefill" in line.cost for line in probe(engine, MARGIN).advice)
+
+
 def test_where_the_engine_overwrites_the_chunk_it_is_never_advised() -> None:
     budget = dataclasses.replace(AUTOMATIC, chunk_governs=False)
     assert [list(line.flags) for line in probe(MemoryEngine(600 * MIB, budget_=budget), MARGIN).advice] == [

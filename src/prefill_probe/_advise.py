@@ -174,7 +174,7 @@ class Adviser:
 
     def _timed(self, tokens: int) -> Trial:
         trial = self.run(tokens)
-        if trial.need_bytes is not None and trial.seconds > 0:
+        if trial.need_bytes is not None and trial.seconds > 0 and self.engine.meter.timed:
             self._speeds[trial.tokens] = trial.tokens / trial.seconds
         return trial
 

@@ -90,7 +90,13 @@ class Measured:
 
 
 class Meter(Protocol):
-    """Memory as the probe sees it."""
+    """Memory as the probe sees it.
+
+    Attributes:
+        timed: whether the seconds that it measures are those of the device.
+    """
+
+    timed: bool
 
     def read(self) -> Reading:
         """Let the device finish, hand unused memory back to it, and read both ledgers."""
@@ -130,6 +136,7 @@ class CudaMeter:
         """``noted``: of ``kept_peaks`` around the engine's start."""
         import torch
 
+        self.timed = True
         self._cuda = torch.cuda
         self._noted = noted or []
         self._device = device

@@ -149,7 +149,8 @@ def _advice(record: ProbeRecord) -> list[str]:
     lines: list[str] = []
     untried: list[Advice] = []
     if ran:
-        lines.append("Start again with one of these (each was run on this GPU before it was printed):")
+        where = "the virtual" if record.device == "virtual" else "this"
+        lines.append(f"Start again with one of these (each was run on {where} GPU before it was printed):")
         lines += _table(ran, "")
         untried = calculated
     elif calculated:
