@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# On PYTHONPATH: starts with dummy weights take less time (see there).
+QUICK = str(REPOSITORY / "scripts" / "quick")
 EVIDENCE = REPOSITORY / "docs" / "evidence"
 
 # The ballast: holds all but N bytes of the card, and samples free memory while it does.
@@ -80,6 +82,10 @@ class Ballast:
         self._process.stdin.flush()
         free, lowest = self._process.stdout.readline().split()
         return int(free), int(lowest)
+
+    def hold(self, visible_bytes: int) -> None:
+        """From now on leave ``visible_bytes`` to others."""
+        self._ask(f"hold {visible_bytes}")
 
     def free(self) -> int:
         """Free bytes on the device now."""
@@ -252,6 +258,10 @@ class Evidence:
         except (OSError, ValueError):
             self._document = {"cases": {}}
         self._document |= {"script": " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]), "about": about}
+
+    def has(self, case: str) -> bool:
+        """Whether the file holds ``case`` already."""
+        return case in self._document["cases"]
 
     def add(self, case: str, result: dict[str, Any]) -> None:
         """Write the result of ``case``, whatever it is."""
