@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from prefill_probe.sizes import GIB, MIB
 from prefill_probe.virtual.allocator import Allocator, Block, OutOfDeviceMemory
 
-# The CUDA context with the driver's own modules: what a process takes before its first tensor.
-# Measured on one H200, driver 580.159: 15,873 MiB free before the process, 15,280 MiB with its context.
-CONTEXT_BYTES = 593 * MIB
+# What a process takes of the device outside of the allocator, by source and in order. Measured on one H200 (driver
+# 580.159, torch 2.11, Triton 3.6) with a FreeToken 0.1.3 that was started with 15,873 MiB free, of which 15,279.5 were
+# left with its context. The other two are what makes its KV pool (76,810 pages) and then its free memory after graph
+# capture (517.6 MiB) come out as they did.
+CONTEXT = ("CUDA context", int(593.56 * MIB))
+FIRST_TENSOR = ("kernels of the first tensors", int(104.5 * MIB))
+FIRST_PRODUCT = ("matrix library, kernels and graphs", int(67.8 * MIB))
 # cuBLAS keeps a workspace for each stream that it is used on, from the caching allocator
 # (``at::cuda::blas``, ``:4096:2:16:8`` and on compute capability 9.0 ``:4096:8``).
 BLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
@@ -45,7 +49,7 @@ class Device:
     """
 
     card: Card
-    outside: dict[str, int] = field(default_factory=lambda: {"CUDA context": CONTEXT_BYTES})
+    outside: dict[str, int] = field(default_factory=lambda: dict([CONTEXT]))
 
     def __post_init__(self) -> None:
         self.allocator = Allocator(self._free_beside, self.card.total_bytes)
@@ -72,6 +76,7 @@ class Device:
         Raises:
             torch.OutOfMemoryError: as a GPU would.
         """
+        self.outside.setdefault(*FIRST_TENSOR)
         try:
             return self.allocator.allocate(size, self.stream)
         except OutOfDeviceMemory as full:
@@ -81,6 +86,7 @@ class Device:
 
     def need_blas_workspace(self) -> None:
         """Take the matrix library's workspace for the current stream, when it is first used there."""
+        self.outside.setdefault(*FIRST_PRODUCT)
         if self.stream not in self._workspaces:
             large = self.card.capability[0] == 9
             size = BLAS_WORKSPACE_BYTES_SM90 if large else BLAS_WORKSPACE_BYTES
