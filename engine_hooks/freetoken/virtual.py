@@ -11,15 +11,99 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed
+
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from engine_hooks.freetoken.planner import tap
+from prefill_probe import record as records
+from prefill_probe._probe import probe
+from prefill_probe.settings import ProbeSettings
+from prefill_probe.sizes import mib
+from prefill_probe.virtual import model_directory, virtual_gpu
+from prefill_probe.virtual.device import Card, Device
+from prefill_probe.virtual.errors import ModelError, StartError
+
+
+def estimate_serve(
+    arguments: Sequence[str], card: Card, settings: ProbeSettings, *, verbose: bool = False
+) -> records.ProbeRecord:
+    """The probe's record of ``ft serve`` with ``arguments`` on a virtual GPU.
+
+    The engine's own parser, planner, scheduler and model run; so does the probe. Use a process of its own: the engine
+    is imported to stay, and believes in this GPU.
+
+    Args:
+        verbose: show the engine's log, on standard error.
+
+    Raises:
+        ModelError: the command line or the model directory cannot be read.
+        StartError: the engine does not start, for lack of memory or because it refuses the configuration.
+        UntraceableError: an operator that cannot be traced.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not verbose:
+            disabled = logging.root.manager.disable
+            logging.disable(logging.WARNING)
+            stack.callback(logging.disable, disabled)
+        device = stack.enter_context(virtual_gpu(card))
+        config = _parsed(arguments)
+        engine = stack.enter_context(booted(config))
+        record = probe(engine, settings)
+        return _as_virtual(record, device)
+
+
+def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRecord:
+    """A record of runs on a virtual GPU, and what it takes for granted."""
+    outside = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
+    return replace(
+        record,
+        device="virtual",
+        shapes=[replace(run, run="virtual", seconds=0.0, tokens_per_second=None) for run in record.shapes],
+        notes=[*record.notes, f"outside of the allocator, by measurements on an H200: {outside}"],
+    )
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    """The engine's own reading of a command line.
+
+    Raises:
+        ModelError: the model directory is none, or the engine does not know its architecture.
+    """
+    named = [
+        value or following
+        for argument, following in zip(arguments, [*arguments[1:], ""], strict=True)
+        for flag, _, value in [argument.partition("=")]
+        if flag in ("--model", "--model-path")
+    ]
+    if named:
+        model_directory.checked(named[-1])
+    from freetoken.server.args import parse_args
+
+    try:
+        config, _ = parse_args(list(arguments), prog="ft serve")
+        config.model_config  # noqa: B018  (read from config.json here, or it is the boot that fails)
+    except KeyError as error:
+        raise ModelError(f"config.json: the key {error} is missing") from None
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        raise ModelError(f"config.json: {_first_line(error)}") from None
+    if config.tp_info.size > 1:
+        raise ModelError(f"--tensor-parallel-size {config.tp_info.size}: an estimate has one GPU; give 1")
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -28,21 +112,29 @@ def booted(config: Any) -> Iterator[FreeTokenEngine]:
 
     Args:
         config: a ``SchedulerConfig``; ``ServerArgs`` is one. Its weights are replaced by dummies.
-    """
-    import torch.distributed
-    from dataclasses import replace
 
+    Raises:
+        StartError: the engine does not start.
+    """
     from freetoken.scheduler import Scheduler
 
     config = replace(config, use_dummy_weight=True, offline_mode=True)
     with _answered(), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
         try:
-            with tap(config) as noted:
-                scheduler = Scheduler(config)
+            try:
+                with tap(config) as noted:
+                    scheduler = Scheduler(config)
+            except torch.OutOfMemoryError as error:
+                raise StartError(f"does not fit: the engine does not start: {_first_line(error)}") from error
+            except (AssertionError, ValueError, RuntimeError) as error:
+                raise StartError(f"the engine refuses this configuration: {_first_line(error)}") from error
             yield FreeTokenEngine(scheduler, noted)
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+
+
+_init_process_group = torch.distributed.init_process_group
 
 
 class _Inert(ModuleType):
@@ -68,14 +160,17 @@ def _module(*_: Any, **__: Any) -> ModuleType:
 
 
 def _pinned_extension() -> ModuleType:
-    import torch
-
     module: Any = _Inert("freetoken.kernel._pinned_tensor")
     module.create_pinned_tensor_like = torch.empty_like
     module.alloc_pinned_tensor = lambda shape, dtype: torch.empty(shape, dtype=dtype)
     module.host_ptr_identity = lambda: True
     module.driver_cuda_version = lambda: 13000
     return module  # type: ignore[no-any-return]
+
+
+def _alone(*_: Any, **__: Any) -> None:
+    """A process group of this process, which listens on no port."""
+    _init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
 
 
 @contextlib.contextmanager
@@ -94,6 +189,7 @@ def _answered() -> Iterator[None]:
             for name, original in loaded.items():
                 if vars(module).get(name) is original:
                     stack.enter_context(mock.patch.object(module, name, _module))
+        stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _alone))
         banks = importlib.import_module("freetoken.moe.expert_banks")
         stack.enter_context(mock.patch.object(banks, "_dummy_fill", lambda role, tensor: None))
         yield

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prefill_probe.sizes import MIB
 from prefill_probe.virtual.allocator import Block
 from prefill_probe.virtual.device import Device
+from prefill_probe.virtual.errors import UntraceableError
 
 # Up to these sizes a storage is kept in host memory and computed for real.
 REAL_BYTES_INDEX = 48 * MIB
@@ -60,18 +61,6 @@ _FILLS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
 # Operators whose result, or its shape, depends on values.
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PINNING = {_aten.pin_memory, _aten._pin_memory}
-
-
-class UntraceableError(RuntimeError):
-    """An operator that needs values which a virtual GPU does not have, or that has no shape rule.
-
-    Attributes:
-        operator: its name.
-    """
-
-    def __init__(self, operator: str, why: str) -> None:
-        super().__init__(f"operator {operator} cannot be traced: {why}")
-        self.operator = operator
 
 
 class DeviceTensor(torch.Tensor):
