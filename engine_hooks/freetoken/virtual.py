@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -58,6 +59,8 @@ def estimate_serve(
             stack.callback(logging.disable, disabled)
         device = stack.enter_context(virtual_gpu(card))
         config = _parsed(arguments)
+        if not verbose:
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars
         engine = stack.enter_context(booted(config))
         record = probe(engine, settings)
         return _as_virtual(record, device)
@@ -65,12 +68,13 @@ def estimate_serve(
 
 def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRecord:
     """A record of runs on a virtual GPU, and what it takes for granted."""
-    outside = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
+    parts = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
+    outside = f"outside of the allocator {mib(sum(device.outside.values()))} as measured on an H200: {parts}"
     return replace(
         record,
         device="virtual",
         shapes=[replace(run, run="virtual", seconds=0.0, tokens_per_second=None) for run in record.shapes],
-        notes=[*record.notes, f"outside of the allocator, by measurements on an H200: {outside}"],
+        notes=[*record.notes, outside],
     )
 
 
@@ -90,9 +94,15 @@ def _parsed(arguments: Sequence[str]) -> Any:
         model_directory.checked(named[-1])
     from freetoken.server.args import parse_args
 
+    said = io.StringIO()
     try:
-        config, _ = parse_args(list(arguments), prog="ft serve")
+        with contextlib.redirect_stderr(said):
+            config, _ = parse_args(list(arguments), prog="ft serve")
         config.model_config  # noqa: B018  (read from config.json here, or it is the boot that fails)
+    except SystemExit as ended:
+        if not ended.code:
+            raise  # --help
+        raise ModelError((said.getvalue().strip().splitlines() or ["ft serve does not accept this"])[-1]) from None
     except KeyError as error:
         raise ModelError(f"config.json: the key {error} is missing") from None
     except (AttributeError, TypeError, ValueError, OSError) as error:
@@ -191,5 +201,5 @@ def _answered() -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, _module))
         stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _alone))
         banks = importlib.import_module("freetoken.moe.expert_banks")
-        stack.enter_context(mock.patch.object(banks, "_dummy_fill", lambda role, tensor: None))
+        stack.enter_context(mock.patch.object(banks, "_dummy_fill", return_value=None))
         yield

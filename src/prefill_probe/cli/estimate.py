@@ -20,7 +20,7 @@ LARGEST_VRAM = 10 << 40
 _CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
 
 
-class _Checked(click.ParamType):
+class _Checked(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """An option's type by a function that parses its text or raises ``ValueError``."""
 
     def __init__(self, name: str, parse: Any) -> None:

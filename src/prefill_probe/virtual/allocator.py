@@ -201,7 +201,7 @@ class Allocator:
         self._merge_and_put(block)
 
     def release_unused(self) -> None:
-        """Give unused memory back to the device (``empty_cache``): whole segments, or whole pages of expandable ones."""
+        """Give unused memory back to the device (``empty_cache``): whole segments, of expandable ones whole pages."""
         self._release(self._pools)
         for key in [key for key, pools in self._graphs.items() if not pools.users]:
             pools = self._graphs[key]
@@ -319,7 +319,7 @@ class Allocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Back the first ``size`` bytes of a block by whole pages; it is free afterwards, merged with its neighbours."""
+        """Back the first ``size`` bytes of a block by whole pages; then it is free, merged with its neighbours."""
         mapped = round_up(size, block.segment.page)
         if not self._reserve(mapped):
             return False

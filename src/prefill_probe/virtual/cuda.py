@@ -23,7 +23,7 @@ _CUDA_GUARD, _META_GUARD = 1, 14
 _UUID = uuid.UUID("00000000-0000-4000-8000-000000000000")
 
 
-class Calls(TorchFunctionMode):
+class Calls(TorchFunctionMode):  # type: ignore[misc]
     """Rewrites the arguments of torch functions: "cuda" is the first device, and host memory is not pinned."""
 
     def __init__(self) -> None:

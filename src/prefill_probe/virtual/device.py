@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from prefill_probe.sizes import GIB, MIB
@@ -103,7 +102,7 @@ class Device:
             f"CUDA out of memory. Tried to allocate {_size_text(full.requested_bytes)}. "
             f"GPU 0 has a total capacity of {_size_text(self.card.total_bytes)} of which "
             f"{_size_text(max(0, full.free_bytes))} is free. {other_text}"
-            f"Including non-PyTorch memory, this process {os.getpid()} has {_size_text(used)} memory in use. "
+            f"Including non-PyTorch memory, this process has {_size_text(used)} memory in use. "
             f"Of the allocated memory {_size_text(allocator.allocated)} is allocated by PyTorch, {graph_text}and "
             f"{_size_text(allocator.reserved - allocator.allocated)} is reserved by PyTorch but unallocated. "
             "If reserved but unallocated memory is large try setting "

@@ -63,7 +63,7 @@ _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PINNING = {_aten.pin_memory, _aten._pin_memory}
 
 
-class DeviceTensor(torch.Tensor):
+class DeviceTensor(torch.Tensor):  # type: ignore[misc]
     """A tensor of the virtual GPU; ``held`` stands for its memory."""
 
     held: torch.Tensor
@@ -75,7 +75,7 @@ class DeviceTensor(torch.Tensor):
     def __new__(cls, held: torch.Tensor, device_memory: Tracing) -> DeviceTensor:
         # Not an inference tensor, wherever it is made: those and ordinary ones cannot be views of one another.
         with torch.inference_mode(False):
-            tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 held.size(),
                 strides=held.stride(),
@@ -101,7 +101,8 @@ class DeviceTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """Its address on the virtual device; no memory is there."""
-        return self.device_memory.address_of(self.held) + self.held.storage_offset() * self.held.element_size()
+        offset: int = self.held.storage_offset() * self.held.element_size()
+        return self.device_memory.address_of(self.held) + offset
 
     def record_stream(self, stream: Any) -> None:
         """Nothing: memory is free as soon as it is freed, whatever other streams do with it."""
@@ -114,7 +115,7 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {'real' if _is_real(self.held) else 'shape only'})"
 
 
-class Tracing(TorchDispatchMode):
+class Tracing(TorchDispatchMode):  # type: ignore[misc]
     """Answers every operator on the virtual GPU while it is active."""
 
     def __init__(self, device: Device) -> None:
@@ -208,7 +209,7 @@ class Tracing(TorchDispatchMode):
     def _to_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         source = args[0].held
         if _is_real(source):
-            return func(source, **_placed(kwargs, "cpu"))  # type: ignore[no-any-return]
+            return func(source, **_placed(kwargs, "cpu"))
         return torch.zeros_like(_shapes(func, (source,), kwargs), device="cpu")
 
     def _into_host(self, args: tuple[Any, ...]) -> torch.Tensor:
@@ -245,9 +246,7 @@ class Tracing(TorchDispatchMode):
                 positions.append(index)
         return positions
 
-    def _for_real(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[DeviceTensor]
-    ) -> Any:
+    def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[DeviceTensor]) -> Any:
         """The results computed in host memory."""
         uninitialized = func.overloadpacket in _UNINITIALIZED
         sources = [tensor for tensor in on_device if tensor is not args[0]] if _overwrites(func) else on_device
@@ -270,9 +269,7 @@ class Tracing(TorchDispatchMode):
         shapes = _shapes(func, *_swap((args, kwargs), _on_meta))
         return all(_keeps_values(value) for value in _flat((shapes,), {}) if isinstance(value, torch.Tensor))
 
-    def _by_shape(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[DeviceTensor]
-    ) -> Any:
+    def _by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[DeviceTensor]) -> Any:
         """The results by their shapes alone."""
         owners: dict[int, DeviceTensor] = {}
         on_meta: dict[int, torch.Tensor] = {}
@@ -297,7 +294,7 @@ class Tracing(TorchDispatchMode):
             size = value.untyped_storage().nbytes()
             memory = torch.zeros(size, dtype=torch.uint8, device="cpu").untyped_storage()
             held = torch.empty(0, dtype=value.dtype, device="cpu")
-            held.set_(memory, value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
+            held.set_(memory, value.storage_offset(), value.size(), value.stride())
             return held if fill is None else held.fill_(fill)
 
         return self._results(_each(result, with_memory), owners, fill is not None)
@@ -385,13 +382,13 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_real(held: torch.Tensor) -> bool:
-    return held.device.type == "cpu"
+    return bool(held.device.type == "cpu")
 
 
 def _keeps_values(shape: torch.Tensor) -> bool:
     """Whether a new storage of this shape and dtype is kept in host memory."""
     limit = REAL_BYTES_INDEX if shape.dtype in _INDEX_TYPES else REAL_BYTES_OTHER
-    return shape.untyped_storage().nbytes() <= limit
+    return bool(shape.untyped_storage().nbytes() <= limit)
 
 
 def _placed(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
