@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from prefill_probe import __version__
+from prefill_probe.cli.estimate import estimate
 from prefill_probe.faults import EX_UNAVAILABLE
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": False}
@@ -44,6 +45,9 @@ def check(command: tuple[str, ...]) -> None:
         err=True,
     )
     raise SystemExit(EX_UNAVAILABLE)
+
+
+main.add_command(estimate)
 
 
 @main.command()

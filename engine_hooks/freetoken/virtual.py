@@ -1,0 +1,205 @@
+"""FreeToken on a virtual GPU: its scheduler is built and run as on a real one, but for kernels and weights.
+
+What is answered here is what reaches beside torch and Triton:
+
+* kernels in C++ and CUDA, which the engine compiles or loads: modules whose functions do nothing;
+* host memory that is pinned for the device: nothing is pinned;
+* the contents of weights and expert banks: nothing is read and nothing is filled, also in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed
+
+from engine_hooks.freetoken.engine import FreeTokenEngine
+from engine_hooks.freetoken.planner import tap
+from prefill_probe import record as records
+from prefill_probe._probe import probe
+from prefill_probe.settings import ProbeSettings
+from prefill_probe.sizes import mib
+from prefill_probe.virtual import model_directory, virtual_gpu
+from prefill_probe.virtual.device import Card, Device
+from prefill_probe.virtual.errors import ModelError, StartError
+
+
+def estimate_serve(
+    arguments: Sequence[str], card: Card, settings: ProbeSettings, *, verbose: bool = False
+) -> records.ProbeRecord:
+    """The probe's record of ``ft serve`` with ``arguments`` on a virtual GPU.
+
+    The engine's own parser, planner, scheduler and model run; so does the probe. Use a process of its own: the engine
+    is imported to stay, and believes in this GPU.
+
+    Args:
+        verbose: show the engine's log, on standard error.
+
+    Raises:
+        ModelError: the command line or the model directory cannot be read.
+        StartError: the engine does not start, for lack of memory or because it refuses the configuration.
+        UntraceableError: an operator that cannot be traced.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not verbose:
+            disabled = logging.root.manager.disable
+            logging.disable(logging.WARNING)
+            stack.callback(logging.disable, disabled)
+        device = stack.enter_context(virtual_gpu(card))
+        config = _parsed(arguments)
+        if not verbose:
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars
+        engine = stack.enter_context(booted(config))
+        record = probe(engine, settings)
+        return _as_virtual(record, device)
+
+
+def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRecord:
+    """A record of runs on a virtual GPU, and what it takes for granted."""
+    parts = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
+    outside = f"outside of the allocator {mib(sum(device.outside.values()))} as measured on an H200: {parts}"
+    return replace(
+        record,
+        device="virtual",
+        shapes=[replace(run, run="virtual", seconds=0.0, tokens_per_second=None) for run in record.shapes],
+        notes=[*record.notes, outside],
+    )
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    """The engine's own reading of a command line.
+
+    Raises:
+        ModelError: the model directory is none, or the engine does not know its architecture.
+    """
+    named = [
+        value or following
+        for argument, following in zip(arguments, [*arguments[1:], ""], strict=True)
+        for flag, _, value in [argument.partition("=")]
+        if flag in ("--model", "--model-path")
+    ]
+    if named:
+        model_directory.checked(named[-1])
+    from freetoken.server.args import parse_args
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config, _ = parse_args(list(arguments), prog="ft serve")
+        config.model_config  # noqa: B018  (read from config.json here, or it is the boot that fails)
+    except SystemExit as ended:
+        if not ended.code:
+            raise  # --help
+        raise ModelError((said.getvalue().strip().splitlines() or ["ft serve does not accept this"])[-1]) from None
+    except KeyError as error:
+        raise ModelError(f"config.json: the key {error} is missing") from None
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        raise ModelError(f"config.json: {_first_line(error)}") from None
+    if config.tp_info.size > 1:
+        raise ModelError(f"--tensor-parallel-size {config.tp_info.size}: an estimate has one GPU; give 1")
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def booted(config: Any) -> Iterator[FreeTokenEngine]:
+    """A scheduler of ``config`` at the end of its start, as the probe's engine; call it inside ``virtual_gpu``.
+
+    Args:
+        config: a ``SchedulerConfig``; ``ServerArgs`` is one. Its weights are replaced by dummies.
+
+    Raises:
+        StartError: the engine does not start.
+    """
+    from freetoken.scheduler import Scheduler
+
+    config = replace(config, use_dummy_weight=True, offline_mode=True)
+    with _answered(), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
+        try:
+            try:
+                with tap(config) as noted:
+                    scheduler = Scheduler(config)
+            except torch.OutOfMemoryError as error:
+                raise StartError(f"does not fit: the engine does not start: {_first_line(error)}") from error
+            except (AssertionError, ValueError, RuntimeError) as error:
+                raise StartError(f"the engine refuses this configuration: {_first_line(error)}") from error
+            yield FreeTokenEngine(scheduler, noted)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+_init_process_group = torch.distributed.init_process_group
+
+
+class _Inert(ModuleType):
+    """A compiled module whose functions do nothing and return nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def _equal_prefix(x: Any, y: Any) -> int:
+    """How many of their first elements two one-dimensional host tensors have in common."""
+    length = min(len(x), len(y))
+    differing = (x[:length] != y[:length]).nonzero()
+    return int(differing[0]) if len(differing) else length
+
+
+def _module(*_: Any, **__: Any) -> ModuleType:
+    module: Any = _Inert("virtual")
+    module.fast_compare_key = _equal_prefix
+    return module  # type: ignore[no-any-return]
+
+
+def _pinned_extension() -> ModuleType:
+    module: Any = _Inert("freetoken.kernel._pinned_tensor")
+    module.create_pinned_tensor_like = torch.empty_like
+    module.alloc_pinned_tensor = lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    module.host_ptr_identity = lambda: True
+    module.driver_cuda_version = lambda: 13000
+    return module  # type: ignore[no-any-return]
+
+
+def _alone(*_: Any, **__: Any) -> None:
+    """A process group of this process, which listens on no port."""
+    _init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    """The engine's own ways to the device and to host memory are answered while the block runs."""
+    utils = importlib.import_module("freetoken.kernel.utils")
+    # Modules bind the two loaders by name when they are imported, and cache what they loaded.
+    loaded = {name: getattr(utils, name) for name in ("load_aot", "load_jit")}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, {"freetoken.kernel._pinned_tensor": _pinned_extension()}))
+        stack.enter_context(mock.patch.object(utils, "load_aot", _module))
+        stack.enter_context(mock.patch.object(utils, "load_jit", _module))
+        for module in list(sys.modules.values()):
+            if not getattr(module, "__name__", "").startswith("freetoken."):
+                continue
+            for name, original in loaded.items():
+                if vars(module).get(name) is original:
+                    stack.enter_context(mock.patch.object(module, name, _module))
+        stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _alone))
+        banks = importlib.import_module("freetoken.moe.expert_banks")
+        stack.enter_context(mock.patch.object(banks, "_dummy_fill", return_value=None))
+        yield

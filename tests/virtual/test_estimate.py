@@ -1,0 +1,172 @@
+"""The real engine's code on a virtual GPU, against what the same code was measured to take on an H200."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefill_probe.geometry import make_model
+from prefill_probe.sizes import GIB, MIB
+
+pytestmark = pytest.mark.engine
+
+# The incident of the first report; docs/evidence/incident.json was measured with --text-model-only.
+INCIDENT = [
+    "--max-running-requests", "1", "--cuda-graph-max-bs", "1", "--moe-cache-size", "512",
+    "--disable-moe-prefill-overlap", "--memory-ratio", "0.95",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def flash_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("flash-next"), "flash-next-nvfp4", layers=4)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("qwen36"), "qwen36-35b-a3b-nvfp4", layers=4)
+
+
+def estimate(options: list[str], serve: list[str]) -> subprocess.CompletedProcess[str]:
+    """``prefill-probe estimate`` in a process of its own: the engine is imported to stay."""
+    pytest.importorskip("freetoken")
+    program = "from prefill_probe.cli import main; main()"
+    command = [sys.executable, "-c", program, "estimate", *options, "--", "ft", "serve", *serve]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+
+
+def recorded(options: list[str], serve: list[str]) -> dict[str, Any]:
+    done = estimate([*options, "--json"], serve)
+    assert done.stdout, done.stderr[-2000:]
+    return dict(json.loads(done.stdout))
+
+
+def peaks(record: dict[str, Any], ledger: str) -> dict[int, float]:
+    return {run["new_tokens"]: run["peak"][ledger] / MIB for run in record["shapes"] if run["outcome"] == "ok"}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "measured"), [(8192, {8192: 1635.5, 4096: 817.8}), (2048, {2048: 433.0, 1024: 345.0})]
+)
+def test_flash_next_peaks_are_the_measured_ones(flash_next: Path, chunk: int, measured: dict[int, float]) -> None:
+    serve = ["--model", str(flash_next), *INCIDENT, "--text-model-only", "--max-prefill-length", str(chunk)]
+    found = peaks(recorded(["--vram", "139GiB", "--capability", "9.0"], serve), "allocated_bytes")
+    assert found == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(("chunk", "measured"), [(2048, 249.1), (16384, 1992.5)])
+def test_qwen_peaks_are_the_measured_ones(qwen: Path, chunk: int, measured: float) -> None:
+    serve = ["--model", str(qwen), *INCIDENT, "--text-model-only", "--max-prefill-length", str(chunk)]
+    found = peaks(recorded(["--vram", "139GiB", "--capability", "9.0"], serve), "allocated_bytes")
+    assert found[chunk] == pytest.approx(measured, rel=0.01)
+
+
+def test_a_start_on_a_small_card_is_the_measured_one_step_by_step(flash_next: Path) -> None:
+    evidence = Path(__file__).parents[2] / "docs" / "evidence" / "incident.json"
+    real = json.loads(evidence.read_text(encoding="utf-8"))["cases"]["refused_8192"]
+    serve = ["--model", str(flash_next), *INCIDENT, "--text-model-only"]
+    record = recorded(["--vram", f"{real['free_before_bytes']}B", "--capability", "9.0"], serve)
+    was = real["record"]
+
+    for part in ("free_before_load_bytes", "free_after_graphs_bytes"):
+        assert record["memory"][part] == pytest.approx(was["memory"][part], abs=2 * MIB)
+    for ledger in ("allocated_bytes", "reserved_bytes"):
+        assert record["memory"]["boot_peak"][ledger] == pytest.approx(was["memory"]["boot_peak"][ledger], rel=0.001)
+    # The full chunk again after others have run: it fails at the same line, for the same bytes.
+    assert record["shapes"][-1]["oom"]["site"] == was["shapes"][-1]["oom"]["site"]
+    assert record["shapes"][-1]["oom"]["requested_bytes"] == was["shapes"][-1]["oom"]["requested_bytes"]
+    warm = [run for run in was["shapes"] if run["run"] == "warm" and run["outcome"] == "ok"]
+    for run in warm:
+        assert peaks(record, "allocated_bytes")[run["new_tokens"]] == pytest.approx(
+            run["peak"]["allocated_bytes"] / MIB, rel=0.01
+        )
+        # To one page of the large pool: how pages fall depends on the last bytes of the pools before.
+        assert peaks(record, "reserved_bytes")[run["new_tokens"]] == pytest.approx(
+            run["peak"]["reserved_bytes"] / MIB, abs=20
+        )
+
+
+def test_the_incident_does_not_fit_and_a_chunk_that_does_is_named(flash_next: Path, tmp_path: Path) -> None:
+    report = tmp_path / "record.json"
+    done = estimate(["--vram", "15.5GiB", "--report", str(report)], ["--model", str(flash_next), *INCIDENT])
+    assert done.returncode == 78, done.stderr[-2000:]
+    assert "PrefillOOMError: a full prefill chunk does not fit this GPU." in done.stdout
+    record = json.loads(report.read_text(encoding="utf-8"))
+    assert record["device"] == "virtual"
+    assert {run["run"] for run in record["shapes"]} == {"virtual"}
+    assert record["fault"]["text"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate")
+    chunk = next(line["flags"]["--max-prefill-length"] for line in record["advice"] if len(line["flags"]) == 1)
+    assert 2048 <= chunk <= 3584
+
+
+def test_the_incident_fits_with_a_chunk_of_2048(flash_next: Path) -> None:
+    done = estimate(["--vram", "15.5GiB", "--max-prefill-length", "2048"], ["--model", str(flash_next), *INCIDENT])
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_card_that_is_too_small_to_start_on_is_said_in_one_line(flash_next: Path) -> None:
+    done = estimate(["--vram", "3GiB"], ["--model", str(flash_next), *INCIDENT])
+    assert done.returncode == 78
+    assert "the engine does not start: CUDA out of memory" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_full_estimate_takes_little_memory_of_the_host(flash_next: Path) -> None:
+    program = (
+        "import resource, sys\nfrom prefill_probe.cli import main\ntry:\n    main()\nexcept SystemExit:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    serve = ["--", "ft", "serve", "--model", str(flash_next), *INCIDENT]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "estimate", "--vram", "15.5GiB", *serve],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert int(done.stdout.splitlines()[-1]) < 1.5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "it has no config.json"),
+        ({"config.json": '{"a":'}, "is not JSON"),
+        ({"config.json": "{}"}, 'the key "architectures" is missing'),
+        (
+            {"config.json": '{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "vocab_size": 9}'},
+            'the key "hidden_size" is missing',
+        ),
+        (
+            {
+                "config.json": '{"architectures": ["Unheard"], "model_type": "unheard", "num_hidden_layers": 2,'
+                ' "vocab_size": 9, "hidden_size": 8}'
+            },
+            "Model architecture Unheard not supported",
+        ),
+    ],
+)
+def test_a_model_directory_that_is_none_is_one_line(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    done = estimate(["--vram", "16GiB"], ["--model", str(tmp_path)])
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("no/such/directory", "no such directory"), ("Qwen/Qwen3-8B", "looks like a hub id, and no network is used")],
+)
+def test_a_model_that_is_not_there_is_one_line(model: str, said: str) -> None:
+    done = estimate(["--vram", "16GiB"], ["--model", model])
+    assert done.returncode == 2
+    assert said in done.stderr
