@@ -62,6 +62,7 @@ def estimate_serve(
         if not verbose:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars
         engine = stack.enter_context(booted(config))
+        engine.meter.timed = False
         record = probe(engine, settings)
         return _as_virtual(record, device)
 
@@ -73,7 +74,10 @@ def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRec
     return replace(
         record,
         device="virtual",
-        shapes=[replace(run, run="virtual", seconds=0.0, tokens_per_second=None) for run in record.shapes],
+        # Nothing was computed: neither seconds nor the routers' choice mean anything.
+        shapes=[
+            replace(run, run="virtual", seconds=0.0, tokens_per_second=None, routing=None) for run in record.shapes
+        ],
         notes=[*record.notes, outside],
     )
 
