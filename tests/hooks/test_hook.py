@@ -102,7 +102,7 @@ def test_the_help_shows_every_flag_with_its_environment_twin() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--prefill-probe", "maybe"], "use enforce, warn or off"),
+        (["--prefill-probe", "maybe"], "use enforce, warn, adapt, adapt-kv or off"),
         (["--prefill-probe", "adjust"], "use enforce, warn, adapt, adapt-kv or off"),
         (["--prefill-probe-margin", "128"], "a number with a unit"),
         (["--prefill-probe-timeout", "-1"], "seconds above 0"),
