@@ -4,7 +4,7 @@ What is answered here is what reaches beside torch and Triton:
 
 * kernels in C++ and CUDA, which the engine compiles or loads: modules whose functions do nothing;
 * host memory that is pinned for the device: nothing is pinned;
-* the contents of weights and expert banks: nothing is read and nothing is filled, also in host memory.
+* the weights: dummies, which have no contents.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -32,7 +34,7 @@ from prefill_probe.settings import ProbeSettings
 from prefill_probe.sizes import mib
 from prefill_probe.virtual import model_directory, virtual_gpu
 from prefill_probe.virtual.device import Card, Device
-from prefill_probe.virtual.errors import ModelError, StartError
+from prefill_probe.virtual.errors import ModelError, StartError, StartFault
 
 
 def estimate_serve(
@@ -49,6 +51,7 @@ def estimate_serve(
     Raises:
         ModelError: the command line or the model directory cannot be read.
         StartError: the engine does not start, for lack of memory or because it refuses the configuration.
+        StartFault: it fails in another way.
         UntraceableError: an operator that cannot be traced.
     """
     with contextlib.ExitStack() as stack:
@@ -109,7 +112,7 @@ def _parsed(arguments: Sequence[str]) -> Any:
         raise ModelError((said.getvalue().strip().splitlines() or ["ft serve does not accept this"])[-1]) from None
     except KeyError as error:
         raise ModelError(f"config.json: the key {error} is missing") from None
-    except (AttributeError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, TypeError, ValueError, OSError, NotImplementedError) as error:
         raise ModelError(f"config.json: {_first_line(error)}") from None
     if config.tp_info.size > 1:
         raise ModelError(f"--tensor-parallel-size {config.tp_info.size}: an estimate has one GPU; give 1")
@@ -117,7 +120,12 @@ def _parsed(arguments: Sequence[str]) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What an error says, in one line; one that says nothing, by its name and place."""
+    text = str(error).strip()
+    if text:
+        return text.splitlines()[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 @contextlib.contextmanager
@@ -128,7 +136,8 @@ def booted(config: Any) -> Iterator[FreeTokenEngine]:
         config: a ``SchedulerConfig``; ``ServerArgs`` is one. Its weights are replaced by dummies.
 
     Raises:
-        StartError: the engine does not start.
+        StartError: the engine does not start, for lack of memory or because it refuses the configuration.
+        StartFault: it fails in another way.
     """
     from freetoken.scheduler import Scheduler
 
@@ -142,6 +151,8 @@ def booted(config: Any) -> Iterator[FreeTokenEngine]:
                 raise StartError(f"does not fit: the engine does not start: {_first_line(error)}") from error
             except (AssertionError, ValueError, RuntimeError) as error:
                 raise StartError(f"the engine refuses this configuration: {_first_line(error)}") from error
+            except Exception as error:
+                raise StartFault(f"the engine's start fails: {type(error).__name__}: {_first_line(error)}") from error
             yield FreeTokenEngine(scheduler, noted)
         finally:
             if torch.distributed.is_initialized():
@@ -204,6 +215,7 @@ def _answered() -> Iterator[None]:
                 if vars(module).get(name) is original:
                     stack.enter_context(mock.patch.object(module, name, _module))
         stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _alone))
-        banks = importlib.import_module("freetoken.moe.expert_banks")
-        stack.enter_context(mock.patch.object(banks, "_dummy_fill", return_value=None))
+        graphs = importlib.import_module("freetoken.engine.graph")
+        if hasattr(graphs, "_cu_graph_upload"):  # from 0.2.0 on: the driver's own library, by name
+            stack.enter_context(mock.patch.object(graphs, "_cu_graph_upload", return_value=None))
         yield

@@ -112,12 +112,12 @@ def estimate(
     from prefill_probe.record import write_record
     from prefill_probe.render.text import error_for, log_line
     from prefill_probe.settings import ProbeSettings
-    from prefill_probe.virtual.errors import ModelError, StartError, UntraceableError
+    from prefill_probe.virtual.errors import ModelError, StartError, StartFault, UntraceableError
 
     settings = ProbeSettings(margin_bytes=margin, timeout_seconds=timeout or ProbeSettings.timeout_seconds)
     try:
         record = estimate_serve(arguments, card, settings, verbose=verbose)
-    except (ModelError, StartError, UntraceableError) as error:
+    except (ModelError, StartError, StartFault, UntraceableError) as error:
         click.echo(f"prefill-probe estimate: {error}", err=True)
         raise SystemExit(error.exit_status) from None
     if report is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_probe.faults import EX_CONFIG, EX_TEMPFAIL
+from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, EX_TEMPFAIL
 
 
 class UntraceableError(BaseException):
@@ -32,3 +32,9 @@ class StartError(RuntimeError):
     """The engine does not start with this configuration on this card; the text is the engine's."""
 
     exit_status = EX_CONFIG
+
+
+class StartFault(RuntimeError):
+    """The engine's start fails on a virtual GPU, and not for lack of memory."""
+
+    exit_status = EX_SOFTWARE

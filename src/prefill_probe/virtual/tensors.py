@@ -16,6 +16,7 @@ Every new storage is one block of the device's allocator, until its last referen
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,9 +29,14 @@ from prefill_probe.virtual.allocator import Block
 from prefill_probe.virtual.device import Device
 from prefill_probe.virtual.errors import UntraceableError
 
-# Up to these sizes a storage is kept in host memory and computed for real.
-REAL_BYTES_INDEX = 48 * MIB
-REAL_BYTES_OTHER = 64 * 1024
+# Up to these sizes a storage is kept in host memory and computed for real: whole numbers whose values are known (the
+# tables and free lists of caches), whole numbers that are not, and everything else.
+REAL_BYTES_INDEX = 256 * MIB
+# The same for zeros, whose memory is not touched before something else is written to it.
+REAL_BYTES_ZEROS = 1024 * MIB
+REAL_BYTES_UNKNOWN_INDEX = 1 * MIB
+REAL_BYTES_OTHER = 64 * 1024  # A host tensor of other types above this size holds weights: its memory is not touched.
+HOST_BYTES_OTHER = 1 * MIB
 _INDEX_TYPES = (torch.int32, torch.int64, torch.bool, torch.int16)
 
 _aten = torch.ops.aten
@@ -49,6 +55,8 @@ _BLAS = {
 }
 # Operators that fill memory without looking at it: where nothing is kept, there is nothing to do.
 _UNINITIALIZED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+# Operators that give a host tensor its contents.
+_CONTENTS = {_aten.zero_, _aten.fill_, _aten.random_, _aten.normal_, _aten.uniform_, _aten.copy_}
 # Operators that make a tensor of one value, which does not depend on the tensor that gives its shape.
 _FILLS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     _aten.new_zeros: lambda args: 0,
@@ -196,11 +204,13 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         return self._on_device(func, args, kwargs, on_device)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator without device tensors; host memory is not pinned."""
+        """An operator without device tensors. Host memory is not pinned, and that of weights is not filled."""
         packet = func.overloadpacket
         if packet is _aten.is_pinned:
             return False
         if packet in _PINNING:
+            return args[0]
+        if packet in _CONTENTS and isinstance(args[0], torch.Tensor) and _is_bulk(args[0]):
             return args[0]
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": None}
@@ -251,6 +261,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         uninitialized = func.overloadpacket in _UNINITIALIZED
         sources = [tensor for tensor in on_device if tensor is not args[0]] if _overwrites(func) else on_device
         known = not uninitialized and all(self._known(tensor.held) for tensor in sources)
+        if func.overloadpacket is _aten.zeros:
+            return self._results(_untouched_zeros(_shapes(func, args, kwargs)), {}, True)
         held_args, held_kwargs = _swap((args, kwargs), _held)
         result = func(*held_args, **_placed(held_kwargs, "cpu"))
         if uninitialized:
@@ -267,7 +279,10 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             if bound * 8 <= REAL_BYTES_OTHER:
                 return True
         shapes = _shapes(func, *_swap((args, kwargs), _on_meta))
-        return all(_keeps_values(value) for value in _flat((shapes,), {}) if isinstance(value, torch.Tensor))
+        if func.overloadpacket is _aten.zeros and shapes.dtype in _INDEX_TYPES:
+            return bool(shapes.untyped_storage().nbytes() <= REAL_BYTES_ZEROS)
+        known = func.overloadpacket not in _UNINITIALIZED and all(self._known(tensor.held) for tensor in on_device)
+        return all(_keeps_values(value, known) for value in _flat((shapes,), {}) if isinstance(value, torch.Tensor))
 
     def _by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[DeviceTensor]) -> Any:
         """The results by their shapes alone."""
@@ -289,7 +304,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         def with_memory(value: torch.Tensor) -> torch.Tensor:
             """The same in host memory, if it is new and small."""
             new = id(value) not in owners and value.untyped_storage()._cdata not in inputs
-            if not new or not _keeps_values(value):
+            if not new or not _keeps_values(value, fill is not None):
                 return value
             size = value.untyped_storage().nbytes()
             memory = torch.zeros(size, dtype=torch.uint8, device="cpu").untyped_storage()
@@ -385,10 +400,26 @@ def _is_real(held: torch.Tensor) -> bool:
     return bool(held.device.type == "cpu")
 
 
-def _keeps_values(shape: torch.Tensor) -> bool:
+def _untouched_zeros(shape: torch.Tensor) -> torch.Tensor:
+    """Zeros in host memory that the system has only promised."""
+    size = shape.untyped_storage().nbytes()
+    if size < MIB:
+        return torch.zeros(shape.shape, dtype=shape.dtype, device="cpu")
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=shape.dtype).view(shape.shape)
+
+
+def _keeps_values(shape: torch.Tensor, known: bool) -> bool:
     """Whether a new storage of this shape and dtype is kept in host memory."""
-    limit = REAL_BYTES_INDEX if shape.dtype in _INDEX_TYPES else REAL_BYTES_OTHER
+    limit = REAL_BYTES_OTHER
+    if shape.dtype in _INDEX_TYPES:
+        limit = REAL_BYTES_INDEX if known else REAL_BYTES_UNKNOWN_INDEX
     return bool(shape.untyped_storage().nbytes() <= limit)
+
+
+def _is_bulk(host: torch.Tensor) -> bool:
+    """Whether a host tensor is one of weights: large, and not of whole numbers that indices are made of."""
+    limit = REAL_BYTES_INDEX if host.dtype in _INDEX_TYPES else HOST_BYTES_OTHER
+    return bool(host.device.type == "cpu" and host.numel() * host.element_size() > limit)
 
 
 def _placed(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
