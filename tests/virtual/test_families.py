@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # What stops an architecture, where something does; each is the configuration at hand, not an operator.
 STOPPED = {
