@@ -73,7 +73,7 @@ def estimate_serve(
 def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRecord:
     """A record of runs on a virtual GPU, and what it takes for granted."""
     parts = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
-    outside = f"outside of the allocator {mib(sum(device.outside.values()))} as measured on an H200: {parts}"
+    outside = f"outside of the allocator {mib(sum(device.outside.values()))} fitted to a start on an H200: {parts}"
     return replace(
         record,
         device="virtual",

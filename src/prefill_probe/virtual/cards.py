@@ -1,8 +1,8 @@
 """GPUs by name: what the driver says of them.
 
 ``total_bytes`` is what CUDA reports, which is less than what is printed on the box and than nvidia-smi's total: the
-driver keeps a part. Values are those that PyTorch's own out-of-memory messages give on Linux ("has a total capacity
-of 23.64 GiB"), to 0.01 GiB; the H200's was measured (docs/evidence).
+driver keeps a part. Only the H200's total was measured (docs/evidence). The other totals and the multiprocessor counts
+were not checked against a card or a document: where it is close, give the size of the card at hand (``--vram``).
 """
 
 from __future__ import annotations
