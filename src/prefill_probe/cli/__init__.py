@@ -1,20 +1,41 @@
-"""The command line: parse, call, render, exit. ``--help`` imports no torch."""
+"""The command line: parse, call, render, exit. A command is imported when it is used; ``--help`` imports none."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from importlib import import_module
 
 import click
 
 from prefill_probe import __version__
-from prefill_probe.cli.estimate import estimate
-from prefill_probe.faults import EX_UNAVAILABLE
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "ignore_unknown_options": False}
+# Name -> what it does, in a line. Each is the function of that name in the module of that name.
+_COMMANDS = {
+    "check": "Try an engine command line on this machine's GPU.",
+    "estimate": "Try an engine command line on a virtual GPU.",
+    "hook": "Whether `ft serve` of this environment is probed.",
+    "show": "Show the last record of this machine, or FILE.",
+}
 
 
-@click.group(context_settings=_CONTEXT)
+class _Commands(click.Group):
+    """The commands, by their table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"{__name__}.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+# A width that is given: to look for the terminal's costs an import that takes a tenth of --help.
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": 78})
 @click.version_option(__version__)
 def main() -> None:
     """Run one full prefill chunk before an LLM engine serves.
@@ -26,88 +47,3 @@ def main() -> None:
       ft serve --model MODEL
       prefill-probe show
     """
-
-
-@main.command()
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def check(command: tuple[str, ...]) -> None:
-    """Check an engine command line before it is deployed (not available in this version).
-
-    \b
-    Example:
-      prefill-probe check -- ft serve --model MODEL
-    """
-    click.echo(
-        "prefill-probe: check needs a CUDA GPU and an engine, and is not available in this version.\n"
-        "What is: on a machine with a CUDA GPU, install this package beside FreeToken and run\n"
-        "  ft serve --model MODEL\n"
-        "which runs a full prefill chunk before it answers. `prefill-probe show` prints what it found.",
-        err=True,
-    )
-    raise SystemExit(EX_UNAVAILABLE)
-
-
-main.add_command(estimate)
-
-
-@main.command()
-@click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the record itself.")
-def show(file: Path | None, as_json: bool) -> None:
-    """Show the last record of this machine, or FILE.
-
-    \b
-    Example:
-      prefill-probe show --json
-    """
-    from prefill_probe.record import RecordError, default_report, read_record
-    from prefill_probe.render.text import error_for, log_line
-
-    try:
-        record = read_record(file or default_report(os.environ))
-    except RecordError as error:
-        raise click.UsageError(str(error)) from None
-    if as_json:
-        click.echo(record.to_json(), nl=False)
-        return
-    click.echo(log_line(record))
-    stopped_by = error_for(record)
-    if stopped_by is not None:
-        click.echo(f"{type(stopped_by).__name__}: {stopped_by}")
-
-
-@main.group()
-def hook() -> None:
-    """Whether `ft serve` of this environment is probed."""
-
-
-@hook.command()
-def status() -> None:
-    """Say whether FreeToken is here, and whether it keeps what the hook relies on.
-
-    \b
-    Example:
-      prefill-probe hook status
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("freetoken")
-    except PackageNotFoundError:
-        click.echo("FreeToken is not installed in this environment: nothing is probed.", err=True)
-        raise SystemExit(EX_UNAVAILABLE) from None
-    import sys
-    from importlib import import_module
-
-    from engine_hooks.freetoken import versions
-
-    contract = versions.CONTRACT | versions.SERVER_CONTRACT
-    for module in contract:
-        import_module(module)
-    lacking = versions.missing(sys.modules, contract)
-    read = "read" if found in versions.READ_VERSIONS else "not read, judged by its parts"
-    click.echo(f"FreeToken {found} ({read})")
-    if lacking:
-        click.echo(f"not probed: it lacks {', '.join(lacking)}")
-        raise SystemExit(EX_UNAVAILABLE)
-    click.echo(f"probed at every start (PREFILL_PROBE={os.environ.get('PREFILL_PROBE') or 'enforce'})")
