@@ -323,7 +323,11 @@ class Session:
         if shape is None:
             self.all_ok = True
             return
-        self.progress(f"{'cold' if cold else 'warm'} run of {shape.new_tokens} tokens ({shape.name})")
+        number = len(self.runs) + len(self.trials) + 1
+        # Every shape, and the worst one again after a short chunk; what does not fit takes more.
+        least = max(number, len(self.families) + 2)
+        kind = "cold" if cold else "warm"
+        self.progress(f"{kind} run of {shape.new_tokens} tokens ({shape.name}), {number} of {least} or more")
         self.start = self.engine.meter.read() if fresh else self.engine.meter.reread(self.start)
         fault, site, issued = None, "", shape
         measured = Measured()
