@@ -103,6 +103,14 @@ class Found:
     drop_ins: list[Path]
     manager: Manager
 
+    def expand(self, text: str) -> str:
+        """``text`` with its specifiers resolved.
+
+        Raises:
+            ValueError: a specifier that is not known here; the text names it.
+        """
+        return self.manager.expand(text, self.name, self.file)
+
 
 def find_unit(unit: Path, environ: Mapping[str, str]) -> Found:
     """The unit of a file, or, without a slash, of a name that systemd knows (``.service`` may be left out).

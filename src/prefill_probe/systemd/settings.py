@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +21,17 @@ class Setting:
     file: Path
     line: int
 
-    def error(self, text: str) -> UnitError:
-        """What is wrong with it."""
-        return UnitError(f"{self.file}:{self.line}: {self.key}=: {text}")
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What is wrong inside is said of this setting.
+
+        Raises:
+            UnitError: for each ``ValueError``.
+        """
+        try:
+            yield
+        except ValueError as error:
+            raise UnitError(f"{self.file}:{self.line}: {self.key}=: {error}") from None
 
 
 def read_settings(file: Path) -> list[Setting]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Literal
 
-_SPACE = " \t\n\r"
+Backslash = Literal["escape", "only escape", "letter"]
+
+_SPACE = b" \t\n\r"
 _PLAIN = re.compile(r"[\w@%+=:,./$-]+", re.ASCII)
 _CONTROL = {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}
 _SIMPLE = {"a": 7, "b": 8, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "\\": 92, '"': 34, "'": 39, "s": 32}
@@ -48,31 +52,47 @@ def _encodable(word: str) -> bool:
     return True
 
 
-def split_words(text: str, *, variable: bool = False) -> list[str]:
-    """The words of a value: quotes taken off, escapes resolved; an unknown escape stays as it is written.
+def split_words(text: str, backslash: Backslash = "escape") -> list[str]:
+    """The words of a value, without their quotes.
 
     Args:
-        text: the value of a setting; or of a variable, where a backslash only takes the next letter as it is, and a
-            quote need not be closed.
-        variable: whether it is a variable's.
+        text: the value.
+        backslash: what a backslash does. ``escape``, in a command: stands for a letter, or else for itself.
+            ``only escape``, in ``Environment=``: no unknown escape is taken. ``letter``, in the value of a variable:
+            the next letter stands for itself, and a quote need not be closed.
 
     Raises:
-        ValueError: a quote is not closed.
+        ValueError: a quote that is not closed, or an unknown escape.
     """
+    return [word for _, word in _scan(text, backslash)]
+
+
+def split_command(text: str) -> list[str]:
+    """The words of a command. A ``;`` by itself would begin another one; ``\\;`` is a word.
+
+    Raises:
+        ValueError: a second command, or a quote that is not closed.
+    """
+    found = list(_scan(text, "escape"))
+    if ";" in (written for written, _ in found):
+        raise ValueError("a second command after ;")
+    return [";" if written == r"\;" else word for written, word in found]
+
+
+def _scan(text: str, backslash: Backslash) -> Iterator[tuple[str, str]]:
+    """Each word as it is written, and as it is read."""
     data = text.encode("utf-8", "surrogateescape")
-    words: list[str] = []
-    space = _SPACE.encode()
     at = 0
     while True:
-        while at < len(data) and data[at] in space:
+        while at < len(data) and data[at] in _SPACE:
             at += 1
         if at == len(data):
-            return words
-        word, quote = bytearray(), 0
-        while at < len(data) and (quote or data[at] not in space):
+            return
+        word, quote, start = bytearray(), 0, at
+        while at < len(data) and (quote or data[at] not in _SPACE):
             letter = data[at]
             if letter == ord("\\"):
-                value, at = (data[at + 1 : at + 2], at + 2) if variable else _escape(data, at)
+                value, at = (data[at + 1 : at + 2], at + 2) if backslash == "letter" else _escape(data, at, backslash)
                 word += value
                 continue
             if quote and letter == quote:
@@ -82,27 +102,26 @@ def split_words(text: str, *, variable: bool = False) -> list[str]:
             else:
                 word.append(letter)
             at += 1
-        if quote and not variable:
+        if quote and backslash != "letter":
             raise ValueError(f"the quote {chr(quote)} is not closed")
-        words.append(word.decode("utf-8", "surrogateescape"))
+        yield data[start:at].decode("utf-8", "surrogateescape"), word.decode("utf-8", "surrogateescape")
 
 
-def _escape(data: bytes, at: int) -> tuple[bytes, int]:
+def _escape(data: bytes, at: int, backslash: Backslash) -> tuple[bytes, int]:
     """What the backslash at ``at`` stands for, and where the text goes on."""
-    match = _ESCAPE.match(data, at)
-    if match is None:
-        return data[at : at + 2], at + 2
-    simple, byte, short, long, octal = match.groups()
-    if simple:
-        value = bytes([_SIMPLE[simple.decode()]])
-    elif byte or octal:
-        value = bytes([int(byte, 16) if byte else int(octal, 8)])
-    else:
-        code = int(short or long, 16)
-        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            return data[at : at + 2], at + 2
-        value = chr(code).encode()
-    return (data[at : at + 2], at + 2) if value == b"\0" else (value, match.end())
+    if match := _ESCAPE.match(data, at):
+        simple, byte, short, long, octal = match.groups()
+        code = _SIMPLE[simple.decode()] if simple else int(octal, 8) if octal else int(byte or short or long, 16)
+        if simple or byte or octal:
+            value = bytes([code])
+        else:
+            value = b"" if code > 0x10FFFF or 0xD800 <= code < 0xE000 else chr(code).encode()
+        if value not in (b"", b"\0"):
+            return value, match.end()
+    unknown = data[at : at + 2]
+    if backslash == "only escape":
+        raise ValueError(f"{unknown.decode('utf-8', 'replace')} is no escape; write \\\\ for a backslash")
+    return unknown, at + 2
 
 
 def expand_variables(words: list[str], environment: dict[str, str]) -> list[str]:
@@ -111,7 +130,7 @@ def expand_variables(words: list[str], environment: dict[str, str]) -> list[str]
     expanded: list[str] = []
     for word in words:
         if word.startswith("$") and word[1:2] not in ("{", "$"):
-            expanded += split_words(environment.get(word[1:], ""), variable=True)
+            expanded += split_words(environment.get(word[1:], ""), "letter")
         else:
             expanded.append(_VARIABLE.sub(lambda found: environment.get(found[1], "") if found[1] else "$", word))
     return expanded
