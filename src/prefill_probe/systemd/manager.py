@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import platform
 import pwd
@@ -54,38 +55,39 @@ class Manager:
         Raises:
             ValueError: a specifier that is not known here; the text names it.
         """
-        return re.sub(r"%(.?)", lambda found: self._specifier(found[1], unit, file), text, flags=re.DOTALL)
+        if "%" not in text:
+            return text
+        known = _names(unit, file) | self._places()
 
-    def _specifier(self, letter: str, unit: str, file: Path) -> str:
-        stem = unit.rpartition(".")[0]
-        prefix, _, instance = stem.partition("@")
-        last = prefix.rpartition("-")[2]
-        names = {"%": "%", "n": unit, "N": stem, "p": prefix, "i": instance, "j": last}
-        names |= {"P": _unescape(prefix), "I": _unescape(instance), "J": _unescape(last)}
-        names |= {"f": "/" + _unescape(instance or prefix).lstrip("/"), "y": str(file), "Y": str(file.parent)}
-        if letter in names:
-            return names[letter]
-        if letter in "HlvTV" and letter:
-            host = socket.gethostname()
-            temporary = next((self.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if self.environ.get(name)), "")
-            return {
-                "H": host,
-                "l": host.partition(".")[0],
-                "v": platform.release(),
-                "T": temporary or "/tmp",
-                "V": temporary or "/var/tmp",
-            }[letter]
+        def resolved(found: re.Match[str]) -> str:
+            if not known.get(found[1]):
+                raise ValueError(f"the specifier {found[0]} cannot be resolved here; write %% for a per cent sign")
+            return known[found[1]]
+
+        return re.sub(r"%(.?)", resolved, text, flags=re.DOTALL)
+
+    def _places(self) -> dict[str, str]:
         account = pwd.getpwuid(os.getuid() if self.user else 0)
-        known = {"u": account.pw_name, "U": str(account.pw_uid), "h": str(self.home), "G": str(account.pw_gid)}
-        if self.user:
-            # State and log directories of a user's units moved with systemd 254: not resolved.
-            known |= {"t": self.environ.get("XDG_RUNTIME_DIR", ""), "C": str(self._xdg("XDG_CACHE_HOME", ".cache"))}
-            known["E"] = str(self._xdg("XDG_CONFIG_HOME", ".config"))
-        else:
-            known |= {"t": "/run", "S": "/var/lib", "C": "/var/cache", "L": "/var/log", "E": "/etc"}
-        if not known.get(letter):
-            raise ValueError(f"the specifier %{letter} cannot be resolved here; write %% for a per cent sign")
-        return known[letter]
+        host, group = socket.gethostname(), grp.getgrgid(account.pw_gid).gr_name
+        known = {"u": account.pw_name, "U": str(account.pw_uid), "g": group, "G": str(account.pw_gid)}
+        known |= {"h": str(self.home), "H": host, "l": host.partition(".")[0], "v": platform.release()}
+        temporary = next((self.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if self.environ.get(name)), "")
+        known |= {"T": temporary or "/tmp", "V": temporary or "/var/tmp"}
+        if not self.user:
+            return known | {"t": "/run", "S": "/var/lib", "C": "/var/cache", "L": "/var/log", "E": "/etc"}
+        # %S and %L of a user's units depend on the version of systemd (254), so they are not resolved.
+        folders = {"C": self._xdg("XDG_CACHE_HOME", ".cache"), "E": self._xdg("XDG_CONFIG_HOME", ".config")}
+        known |= {letter: str(folder) for letter, folder in folders.items()}
+        return known | {"t": self.environ.get("XDG_RUNTIME_DIR", "")}
+
+
+def _names(unit: str, file: Path) -> dict[str, str]:
+    stem = unit.rpartition(".")[0]
+    prefix, at, instance = stem.partition("@")
+    last = prefix.rpartition("-")[2]
+    known = {"%": "%", "n": unit, "N": stem, "p": prefix, "P": _unescape(prefix), "j": last, "J": _unescape(last)}
+    known |= {"y": str(file), "Y": str(file.parent), "f": "/" + _unescape(instance if at else prefix).lstrip("/")}
+    return known | ({"i": instance, "I": _unescape(instance)} if at else {})
 
 
 def _unescape(text: str) -> str:
