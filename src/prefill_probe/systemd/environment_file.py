@@ -9,7 +9,10 @@ _SPACE = " \t\r"
 
 
 def parse_environment(text: str) -> dict[str, str]:
-    """The variables of ``text``; a line that sets none is skipped, as systemd does."""
+    """The variables of ``text``; a line that sets none is skipped, as systemd does.
+
+    A comment ends with its line, also after a backslash, as since systemd 254.
+    """
     found: dict[str, str] = {}
     at = 0
     while at < len(text):

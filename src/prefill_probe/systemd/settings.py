@@ -35,7 +35,7 @@ class Setting:
 
 
 def read_settings(file: Path) -> list[Setting]:
-    """The settings of ``file``.
+    """The settings of ``file``; the heading of a section is one without a key.
 
     Raises:
         UnitError: it cannot be read.
@@ -57,6 +57,7 @@ def read_settings(file: Path) -> list[Setting]:
         whole, pending = pending.strip(), ""
         if heading := re.fullmatch(r"\[(.*)\]", whole):
             section = heading[1]
+            found.append(Setting(section, "", "", file, first))
         elif "=" in whole:
             key, _, value = whole.partition("=")
             found.append(Setting(section, key.rstrip(), value.lstrip(), file, first))

@@ -10,6 +10,7 @@ from prefill_probe.systemd.words import quote_word
 
 SMOKE_TEST = "prefill-probe@.service"
 DROP_IN = "50-prefill-probe.conf"
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def engine_unit_name(text: str) -> str:
@@ -47,6 +48,10 @@ class Deployment:
     check_first: bool = False
     start_seconds: int = 1800
     run_as: str = ""
+
+    def __post_init__(self) -> None:
+        if self.run_as and not _USER.fullmatch(self.run_as):
+            raise ValueError(f"--run-as {self.run_as!r}: not the name of a user")
 
     def files(self) -> dict[str, str]:
         """The text of each file, by its path below the manager's directory of units.

@@ -15,7 +15,8 @@ _SIMPLE = {"a": 7, "b": 8, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11, "\\": 92,
 _ESCAPE = re.compile(
     rb"""\\(?:([abfnrtv\\"'s])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-3][0-7]{2}))"""
 )
-_VARIABLE = re.compile(r"\$\$|\$\{([^}]*)\}")
+# A dollar sign, a variable, or a brace that is not closed: the rest stays as it is.
+_VARIABLE = re.compile(r"\$\$|\$\{([^}]*)\}|\$\{.*", re.DOTALL)
 
 
 def quote_word(word: str) -> str:
@@ -127,12 +128,18 @@ def _escape(data: bytes, at: int, backslash: Backslash) -> tuple[bytes, int]:
 def expand_variables(words: list[str], environment: dict[str, str]) -> list[str]:
     """``words`` as systemd starts them: ``$NAME`` is a word that becomes any number of words, ``${NAME}`` is replaced
     where it stands, ``$$`` is a dollar sign, and what is not set is empty."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return environment.get(found[1], "")
+        return "$" if found[0] == "$$" else found[0]
+
     expanded: list[str] = []
     for word in words:
         if word.startswith("$") and word[1:2] not in ("{", "$"):
             expanded += split_words(environment.get(word[1:], ""), "letter")
         else:
-            expanded.append(_VARIABLE.sub(lambda found: environment.get(found[1], "") if found[1] else "$", word))
+            expanded.append(_VARIABLE.sub(replaced, word))
     return expanded
 
 
