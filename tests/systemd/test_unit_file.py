@@ -101,7 +101,12 @@ def test_what_is_wrong_is_one_line_with_file_and_line(tmp_path: Path, text: str,
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.service").write_bytes(b"[Service]\nExecStart=/ft \xe9\n")
-    for name, why in (("none.service", "no such file"), ("latin.service", "not UTF-8"), ("", "no such file")):
+    for name, why in (
+        ("none.service", "no such file"),
+        ("latin.service", "not UTF-8"),
+        ("", "no such file"),
+        ("x" * 300, "too long"),
+    ):
         with pytest.raises(UnitError, match=why):
             read_unit(tmp_path / name, {})
 

@@ -98,7 +98,12 @@ def estimate(
     Example:
       prefill-probe estimate --vram 15.5GiB -- ft serve --model DIR --memory-ratio 0.95
     """
-    arguments = serve_arguments(enter_unit(unit, command) if unit is not None else command)
+    if unit is not None:
+        # What is given here is meant from here; the unit has a directory of its own.
+        report = report.absolute() if report is not None else None
+        model = str(Path(model).absolute()) if model is not None and Path(model).exists() else model
+        command = enter_unit(unit, command)
+    arguments = serve_arguments(command)
     for flag, value in (("--model", model), ("--memory-ratio", memory_ratio)):
         if value is not None:
             arguments += [flag, str(value)]

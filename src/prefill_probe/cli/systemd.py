@@ -118,16 +118,15 @@ def _texts(given: dict[str, Any]) -> dict[str, str]:
         command = (_program(command[0]), *command[1:])
     if given["user"] and given["run_as"]:
         raise click.UsageError("--run-as: a user's manager runs everything as that user")
-    program = str(Path(sysconfig.get_path("scripts"), "prefill-probe"))
     chosen = {name: given[name] for name in ("user", "check_first", "start_seconds", "run_as")}
     try:
-        return Deployment(program, given["engine_unit"], command, **chosen).files()
+        return Deployment(_program("prefill-probe"), given["engine_unit"], command, **chosen).files()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
 
 def _program(name: str) -> str:
-    """The absolute path of the engine's program: beside this one, or on the path."""
+    """The absolute path of a program: in this environment, or on the path."""
     places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     found = shutil.which(name, path=places)
     if found is None:

@@ -47,7 +47,10 @@ def read_unit(unit: Path, environ: Mapping[str, str]) -> EngineUnit:
     Raises:
         UnitError: it cannot be read, or does not say what to start; one line that names the file, the line and why.
     """
-    found = find_unit(unit, environ)
+    try:
+        found = find_unit(unit, environ)
+    except OSError as error:
+        raise UnitError(f"{unit}: {error.strerror}") from None
     settings = [each for file in (found.file, *found.drop_ins) for each in read_settings(file)]
     service = [each for each in settings if each.section == "Service"]
     if not service:
