@@ -9,6 +9,7 @@ import pwd
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +40,12 @@ class Manager:
     def directories(self) -> list[Path]:
         """Where units are looked for, the first that has one wins (systemd.unit(5))."""
         if not self.user:
-            system = ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
-            return [Path(root, "systemd", "system") for root in system]
-        data, runtime = self._xdg("XDG_DATA_HOME", ".local/share"), self.environ.get("XDG_RUNTIME_DIR")
-        found = [self.configuration, Path("/etc/systemd/user")]
-        found += [Path(runtime, "systemd", "user")] if runtime else []
-        return [*found, Path("/run/systemd/user"), data / "systemd/user", Path("/usr/lib/systemd/user")]
+            roots = [Path(each) for each in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")]
+            return [root / "systemd" / "system" for root in roots]
+        runtime = self.environ.get("XDG_RUNTIME_DIR")
+        roots = [Path("/etc"), *([Path(runtime)] if runtime else []), Path("/run")]
+        roots += [self._xdg("XDG_DATA_HOME", ".local/share"), Path("/usr/local/lib"), Path("/usr/lib")]
+        return [self.configuration, *(root / "systemd" / "user" for root in roots)]
 
     def _xdg(self, variable: str, default: str) -> Path:
         return Path(self.environ.get(variable) or self.home / default)
@@ -67,14 +68,15 @@ class Manager:
         return re.sub(r"%(.?)", resolved, text, flags=re.DOTALL)
 
     def _places(self) -> dict[str, str]:
-        account = pwd.getpwuid(os.getuid() if self.user else 0)
-        host, group = socket.gethostname(), grp.getgrgid(account.pw_gid).gr_name
-        known = {"u": account.pw_name, "U": str(account.pw_uid), "g": group, "G": str(account.pw_gid)}
-        known |= {"h": str(self.home), "H": host, "l": host.partition(".")[0], "v": platform.release()}
-        temporary = next((self.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if self.environ.get(name)), "")
-        known |= {"T": temporary or "/tmp", "V": temporary or "/var/tmp"}
+        host = socket.gethostname()
+        known = {"h": str(self.home), "H": host, "l": host.partition(".")[0], "v": platform.release()}
+        with suppress(KeyError):  # a container's user may have no name
+            account = pwd.getpwuid(os.getuid() if self.user else 0)
+            known |= {"u": account.pw_name, "U": str(account.pw_uid), "G": str(account.pw_gid)}
+            known["g"] = grp.getgrgid(account.pw_gid).gr_name
         if not self.user:
-            return known | {"t": "/run", "S": "/var/lib", "C": "/var/cache", "L": "/var/log", "E": "/etc"}
+            known |= {"t": "/run", "S": "/var/lib", "C": "/var/cache", "L": "/var/log", "E": "/etc"}
+            return known | {"T": "/tmp", "V": "/var/tmp"}
         # %S and %L of a user's units depend on the version of systemd (254), so they are not resolved.
         folders = {"C": self._xdg("XDG_CACHE_HOME", ".cache"), "E": self._xdg("XDG_CONFIG_HOME", ".config")}
         known |= {letter: str(folder) for letter, folder in folders.items()}

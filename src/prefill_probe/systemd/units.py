@@ -129,10 +129,8 @@ def _line(program: str, *arguments: str) -> str:
     """
     if not program.startswith("/"):
         raise ValueError(f"{program!r}: the path of a program in a unit is absolute")
-    if any(letter in "'\"\\" or ord(letter) < 32 or ord(letter) == 127 for letter in program):
-        raise ValueError(
-            f"{program!r}: systemd takes no program with a quote, a backslash or a control letter in its path"
-        )
+    if re.search(r"""['"\\\x00-\x1f\x7f]""", program):
+        raise ValueError(f"{program!r}: systemd takes no program with a quote, a backslash or a line break in its path")
     # Variables are not replaced in a program's path, so a dollar sign stands for itself.
     words = [quote_word(program).replace("$$", "$"), *map(quote_word, arguments)]
     return " ".join(words)
