@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prefill_probe.cli.engine_command import enter_unit, serve_arguments
 from prefill_probe.faults import EX_UNAVAILABLE
 from prefill_probe.settings import parse_report, parse_seconds
 from prefill_probe.sizes import parse_size
@@ -67,6 +68,7 @@ def _ratio(text: str) -> float:
 @click.option("--max-prefill-length", type=click.IntRange(min=1), help="Instead of what the command line says.")
 @click.option("--memory-ratio", type=_Checked("ratio", _ratio), help="Instead of what the command line says.")
 @click.option("--model", metavar="DIR", help="Instead of what the command line says.")
+@click.option("--unit", metavar="FILE", type=click.Path(path_type=Path), help="The command of this systemd unit.")
 @click.option("--margin", type=_Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]")
 @click.option("--timeout", type=_Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]")
 @click.option("--report", type=_Checked("file", parse_report), help="Write the record to this file.")
@@ -80,6 +82,7 @@ def estimate(
     max_prefill_length: int | None,
     memory_ratio: float | None,
     model: str | None,
+    unit: Path | None,
     margin: int | None,
     timeout: float | None,
     report: Path | None,
@@ -95,7 +98,12 @@ def estimate(
     Example:
       prefill-probe estimate --vram 15.5GiB -- ft serve --model DIR --memory-ratio 0.95
     """
-    arguments = _serve_arguments(command)
+    if unit is not None:
+        # What is given here is meant from here; the unit has a directory of its own.
+        report = report.absolute() if report is not None else None
+        model = str(Path(model).absolute()) if model is not None and Path(model).exists() else model
+        command = enter_unit(unit, command)
+    arguments = serve_arguments(command)
     for flag, value in (("--model", model), ("--memory-ratio", memory_ratio)):
         if value is not None:
             arguments += [flag, str(value)]
@@ -134,18 +142,6 @@ def estimate(
             click.echo(f"{type(stopped_by).__name__}: {stopped_by}")
     if stopped_by is not None:
         raise SystemExit(stopped_by.exit_status)
-
-
-def _serve_arguments(command: tuple[str, ...]) -> list[str]:
-    """What follows ``ft serve`` in a command line.
-
-    Raises:
-        click.UsageError: it is not one.
-    """
-    if len(command) < 2 or Path(command[0]).name not in ("ft", "freetoken") or command[1] != "serve":
-        given = " ".join(command[:2]) or "nothing"
-        raise click.UsageError(f"after -- comes the engine's command line, ft serve --model DIR ..., not {given}")
-    return list(command[2:])
 
 
 def _card(vram: int | None, gpu: str | None, capability: tuple[int, int] | None) -> Card:
