@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -23,6 +24,7 @@ _PLACES: tuple[tuple[str, str], ...] = (
     ("gated_delta", "GDN"),
     ("linear_attn", "GDN"),
     ("attention/linear", "GDN"),
+    ("gdn", "GDN"),
     ("ple", "PLE"),
     ("triton/hc", "hyper-connections"),
     ("moe", "MoE"),
@@ -39,14 +41,16 @@ _PLACES: tuple[tuple[str, str], ...] = (
     ("linear", "linear layer"),
     ("layernorm", "norm"),
     ("norm", "norm"),
+    ("model.py", "hidden states"),
 )
 
 
+_MODEL = re.compile(r"^models/[^/]+/")
 # Components of a peak, by the first word of a place.
 _COMPONENTS = {
     "GDN": "GDN", "KDA": "KDA", "MoE": "MoE", "QSA": "attention", "DSA": "attention", "attention": "attention",
     "PLE": "embedding", "embedding": "embedding", "head": "head", "sampler": "sampler", "encoder": "encoder",
-    "hyper-connections": "hyper-connections",
+    "hyper-connections": "hyper-connections", "hidden": "hidden states",
 }  # fmt: skip
 
 
@@ -69,7 +73,8 @@ def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
         # The scheduler and the engine are on every stack; they are the place only if nothing below them is.
         if path.startswith(("scheduler/", "engine/engine", "llm/", "server/")):
             continue
-        where = f"{path} {function}".lower()
+        # Without the model's own name: that of a mixture of experts is in the path of all its parts.
+        where = f"{_MODEL.sub('models/', path)} {function}".lower()
         places += [(name, f"{name} ({PurePath(path).name}:{line})") for part, name in _PLACES if part in where][:1]
     component = next((_COMPONENTS[word] for name, _ in places if (word := name.split()[0]) in _COMPONENTS), "other")
     if places:

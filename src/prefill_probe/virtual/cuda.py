@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from prefill_probe.virtual.device import Device
+from prefill_probe.virtual.history import History
 
 # What the driver would say of its version; engines only ask whether it is recent enough.
 CUDA_VERSION = "13.0"
@@ -291,7 +292,15 @@ def _answers(device: Device) -> dict[str, Any]:
             "allocated_bytes.all.peak": allocator.peak_allocated,
             "reserved_bytes.all.current": allocator.reserved,
             "reserved_bytes.all.peak": allocator.peak_reserved,
+            "allocation.all.allocated": allocator.allocations,
         }
+
+    def segments() -> list[dict[str, Any]]:
+        """Of the private pools alone; the shared one is asked for by nobody."""
+        pools = allocator.graph_pools()
+        return [{"device": 0, "segment_pool_id": (0, key), "total_size": size} for key, size in pools.items()]
+
+    history = History(allocator)
 
     def nothing() -> Callable[..., None]:
         return lambda *_, **__: None
@@ -344,6 +353,9 @@ def _answers(device: Device) -> dict[str, Any]:
         "nvtx.range_pop": nothing(),
         "nvtx.mark": nothing(),
         "memory._set_allocator_settings": set_allocator,
+        "memory._record_memory_history": history.record,
+        "memory._snapshot": lambda *_, **__: {"device_traces": [history.events]},
+        "memory_snapshot": segments,
         "memory.mem_get_info": lambda *_: (device.free_bytes, card.total_bytes),
     }
     return {f"cuda.{name}": value for name, value in ordinary.items()} | {"version.cuda": CUDA_VERSION}
