@@ -25,6 +25,7 @@ Mark = tuple[int, int]
 
 # Of a timeline, about: as many as a picture can show, and few enough that a record stays small.
 TIMELINE_POINTS = 160
+_POINTS_OUTSIDE = 8
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def compose(blocks: Sequence[Block], place: Place) -> Composition | None:
 def timeline(events: Sequence[dict[str, Any]], marks: Sequence[Mark], before: int, place: Place) -> Timeline | None:
     """Live memory over the chunk, by component; None where nothing was allocated.
 
-    Every layer has as many moments as any other, and so has what comes before and after all of them.
+    Every layer has as many moments as any other; what comes before and after all of them has few.
 
     Args:
         events: as for ``blocks_at_peak``.
@@ -110,8 +111,9 @@ def timeline(events: Sequence[dict[str, Any]], marks: Sequence[Mark], before: in
     held: dict[str, int] = {}
     now, moments = 0, []
     parts = _by_layer(events, marks, before)
+    each = max(1, TIMELINE_POINTS // max(1, sum(layer >= 0 for layer, _ in parts)))
     for layer, steps in parts:
-        stretch = -(-len(steps) // max(1, TIMELINE_POINTS // len(parts)))
+        stretch = -(-len(steps) // (each if layer >= 0 or len(parts) == 1 else min(each, _POINTS_OUTSIDE)))
         for first in range(0, len(steps), stretch):
             highest = (now, layer, dict(held))
             for event in steps[first : first + stretch]:
