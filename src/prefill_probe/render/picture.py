@@ -98,7 +98,7 @@ def write(figure: Figure, path: Path) -> None:
     """Write ``figure`` to ``path``, whole or not at all, readable by all.
 
     Raises:
-        OSError: it cannot be written.
+        PictureError: it cannot be written.
     """
     import matplotlib as mpl
 
@@ -106,7 +106,10 @@ def write(figure: Figure, path: Path) -> None:
     content = io.BytesIO()
     with mpl.rc_context(_STYLE):
         figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    replace_file(path, content.getvalue(), mode=0o644)
+    try:
+        replace_file(path, content.getvalue(), mode=0o644)
+    except OSError as error:
+        raise PictureError(f"{path}: {error.strerror}") from None
 
 
 def spread(wanted: list[float], least: float) -> list[float]:
