@@ -147,7 +147,7 @@ def _by_layer(
 ) -> list[tuple[int, list[dict[str, Any]]]]:
     """The allocations and frees among ``events``, in order, by the layer that ran.
 
-    What happens between two layers is the first one's.
+    A layer begins with its first allocation: what happens between two layers is the first one's.
     """
     begins = [mark for mark, then in zip(marks, [*marks[1:], (0, -1)], strict=False) if mark[1] >= 0 or then[1] < 0]
     waiting, count = begins[::-1], before
@@ -155,10 +155,11 @@ def _by_layer(
     for event in events:
         if event["action"] not in ("alloc", "free_completed"):
             continue
-        while waiting and waiting[-1][0] <= count:
-            parts.append((waiting.pop()[1], []))
+        if event["action"] == "alloc":
+            while waiting and waiting[-1][0] <= count:
+                parts.append((waiting.pop()[1], []))
+            count += 1
         parts[-1][1].append(event)
-        count += event["action"] == "alloc"
     return [(layer, steps) for layer, steps in parts if steps]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 SCHEMA = 1
 VERDICTS = ("fits", "tight", "does-not-fit", "inconclusive", "fault")
 # A list of numbers over several lines. No string can look like it: in JSON text a string has no line breaks.
-_NUMBERS = re.compile(r"\[\n\s+-?\d[^\[\]{}\"]*\]")
+_NUMBERS = re.compile(r"\[(\n\s+-?\d[^\[\]{}\"]*)\]")
 
 
 class RecordError(ValueError):
@@ -219,7 +219,7 @@ class ProbeRecord:
         first = ("schema", "created", "verdict", "device", "adapted")
         ordered = {key: document.pop(key) for key in first} | document
         text = json.dumps(ordered, indent=2, allow_nan=False)
-        return _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n"
+        return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ProbeRecord:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefill_probe.record import ProbeRecord, replace_file
 from prefill_probe.render.text import one_line, verdict_text
@@ -51,8 +53,9 @@ def check_path(path: Path) -> None:
         raise PictureError(f"{path}: there is no directory {path.parent}")
 
 
-def new_figure(record: ProbeRecord) -> Figure:
-    """An empty figure of 1200 x 700 points, headed by the verdict and what was probed.
+@contextmanager
+def drawing(record: ProbeRecord) -> Iterator[Figure]:
+    """A figure of 1200 x 700 points, headed by the verdict and what was probed, and the style to draw on it with.
 
     Raises:
         PictureError: matplotlib is not installed.
@@ -62,13 +65,13 @@ def new_figure(record: ProbeRecord) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise PictureError("pictures need matplotlib: pip install 'prefill-probe[plot]'") from None
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH)
     colour = ALARM if record.verdict in ("does-not-fit", "fault") else INK
     text = _fitted(verdict_text(record), 120)
-    figure.text(0.03, 0.945, text, fontsize=min(15, 15 * 80 / len(text)), fontweight="bold", color=colour)
-    figure.text(0.03, 0.905, _fitted(what_was_probed(record), 140), fontsize=10.5, color=MUTED)
-    return figure
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH)
+        figure.text(0.03, 0.945, text, fontsize=min(15, 15 * 80 / len(text)), fontweight="bold", color=colour)
+        figure.text(0.03, 0.905, _fitted(what_was_probed(record), 140), fontsize=10.5, color=MUTED)
+        yield figure
 
 
 def what_was_probed(record: ProbeRecord) -> str:
@@ -80,18 +83,6 @@ def what_was_probed(record: ProbeRecord) -> str:
         gpu += " (virtual)"
     engine = f"{record.engine.get('name', '')} {record.engine.get('version', '')}".strip()
     return " · ".join(part for part in (model, layers, gpu, engine, record.created[:10]) if part)
-
-
-def styled(draw: Any) -> Any:
-    """A function that draws, with the style of all pictures."""
-
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        import matplotlib as mpl
-
-        with mpl.rc_context(_STYLE):
-            return draw(*args, **kwargs)
-
-    return drawn
 
 
 def write(figure: Figure, path: Path) -> None:
@@ -112,14 +103,15 @@ def write(figure: Figure, path: Path) -> None:
         raise PictureError(f"{path}: {error.strerror}") from None
 
 
-def spread(wanted: list[float], least: float) -> list[float]:
-    """Places for labels that want to be at ``wanted`` (ascending), at least ``least`` apart."""
+def spread(wanted: list[float], least: float, highest: float) -> list[float]:
+    """Places from 0 to ``highest`` for labels that want to be at ``wanted`` (ascending), about ``least`` apart."""
     placed = list(wanted)
-    for _ in range(200):
+    for _ in range(500):
+        placed[0], placed[-1] = max(0.0, placed[0]), min(highest, placed[-1])
         moved = False
         for i in range(len(placed) - 1):
             overlap = least - (placed[i + 1] - placed[i])
-            if overlap > least * 1e-3:
+            if overlap > least * 1e-2:
                 placed[i] -= overlap / 2
                 placed[i + 1] += overlap / 2
                 moved = True

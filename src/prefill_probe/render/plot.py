@@ -94,18 +94,17 @@ def points(record: ProbeRecord) -> list[Point]:
     return sorted(found, key=lambda point: (point.tokens, point.peak_bytes))
 
 
-@picture.styled
 def draw(record: ProbeRecord) -> Figure:
     """The bar of memory, and peaks against chunk length beside it.
 
     Raises:
         PictureError: matplotlib is not installed.
     """
-    figure = picture.new_figure(record)
-    _draw_bar(figure.add_axes((0.06, 0.135, 0.42, 0.665)), record)
-    _draw_peaks(figure.add_axes((0.56, 0.135, 0.345, 0.665)), record)
-    if line := _what_to_do(record):
-        figure.text(0.03, 0.025, line, fontsize=10.5, color=INK)
+    with picture.drawing(record) as figure:
+        _draw_bar(figure.add_axes((0.06, 0.135, 0.42, 0.665)), record)
+        _draw_peaks(figure.add_axes((0.56, 0.135, 0.345, 0.665)), record)
+        if line := _what_to_do(record):
+            figure.text(0.03, 0.025, line, fontsize=10.5, color=INK)
     return figure
 
 
@@ -155,7 +154,7 @@ def _looks(pieces: Sequence[Part]) -> list[dict[str, Any]]:
 
 def _label(axes: Axes, pieces: Sequence[Part], centres: Sequence[float], top: float, about: str) -> None:
     """Every part by name and size, beside the bar, in its order; ``about`` stands before a transient's size."""
-    places = picture.spread(list(centres), top * 1.08 * 0.058)
+    places = picture.spread(list(centres), top * 1.08 * 0.058, top * 1.05)
     for part, centre, place in zip(pieces, centres, places, strict=True):
         colour = ALARM if part.kind == "transient" else INK
         weight = "bold" if part.kind != "held" else "normal"
@@ -198,7 +197,7 @@ def _draw_peaks(axes: Axes, record: ProbeRecord) -> None:
         axes.axhline(margin, color=MUTED, linewidth=1.2, linestyle=":")
     levels = [(f"less margin\n{margin:.0f} MiB", margin, MUTED)] if 0 < margin < headroom else []
     levels.append((f"headroom\n{headroom:.0f} MiB", headroom, INK))
-    places = picture.spread([level for _, level, _ in levels], top * 0.075)
+    places = picture.spread([level for _, level, _ in levels], top * 0.075, top)
     for (text, _, colour), place in zip(levels, places, strict=True):
         axes.text(right * 1.015, place, text, va="center", fontsize=10, color=colour)
     if not found:

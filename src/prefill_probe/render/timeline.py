@@ -33,7 +33,6 @@ def run_of(record: ProbeRecord) -> ShapeRun:
     return found[-1]
 
 
-@picture.styled
 def draw(record: ProbeRecord) -> Figure:
     """Live memory by component over the chunk, with the headroom.
 
@@ -42,15 +41,15 @@ def draw(record: ProbeRecord) -> Figure:
     """
     run = run_of(record)
     assert run.timeline is not None
-    figure = picture.new_figure(record)
-    axes = figure.add_axes((0.07, 0.135, 0.66, 0.665))
     text = f"Live memory: {run.name.partition(',')[0]}, {run.new_tokens} tokens"
     if run.cached_tokens:
         text += f" after {run.cached_tokens}"
-    axes.set_title(text, loc="left", fontsize=12.5, fontweight="bold", pad=14)
-    _draw_layers(axes, run.timeline)
-    _draw_components(axes, run.timeline)
-    _draw_levels(axes, run, record.memory.headroom_bytes)
+    with picture.drawing(record) as figure:
+        axes = figure.add_axes((0.07, 0.135, 0.66, 0.665))
+        axes.set_title(text, loc="left", fontsize=12.5, fontweight="bold", pad=14)
+        _draw_layers(axes, run.timeline)
+        _draw_components(axes, run.timeline)
+        _draw_levels(axes, run, record.memory.headroom_bytes)
     return figure
 
 
