@@ -201,7 +201,9 @@ def neighbour_rows(record: ProbeRecord) -> list[str]:
 
 
 def _measured(record: ProbeRecord) -> str:
-    peaks = {run.new_tokens: run.peak.device_bytes for run in record.shapes if run.outcome == "ok"}
+    # What was run over the leavings of others says nothing of its own size.
+    runs = [run for run in record.shapes if run.outcome == "ok" and "nothing handed back" not in run.name]
+    peaks = {run.new_tokens: run.peak.device_bytes for run in runs}
     return ", ".join(f"{tokens} tokens: {mib(peak)}" for tokens, peak in sorted(peaks.items()))
 
 
