@@ -132,6 +132,14 @@ def test_labels_are_spread_in_their_order(wanted: list[float]) -> None:
     assert placed[-1] < 101
 
 
+def test_the_picture_in_the_readme_is_that_of_the_evidence(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "docs" / "memory.svg"
+    root = ElementTree.parse(example).getroot()
+    shown = ["".join(each.itertext()).strip() for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sorted(shown) == sorted(texts(REFUSED, tmp_path / "memory.svg"))
+    assert example.stat().st_size < 60 * 1024
+
+
 def test_the_same_record_makes_the_same_file(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
         picture.write(plot.draw(WHOLE), tmp_path / name)
