@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from render.records import ALL, FAULT, MIB, NO_NEED, REFUSED, TIGHT, WHOLE
 
 from prefill_probe import ProbeRecord
-from prefill_probe.render import picture, plot, timeline
+from prefill_probe.render import bar, peaks, picture, plot, timeline
 from prefill_probe.render.picture import PictureError
 
 pytest.importorskip("matplotlib")
@@ -58,7 +59,7 @@ def test_the_picture_says_the_verdict_where_memory_went_and_how_close_it_was(tmp
 
 
 def test_measured_predicted_and_failed_sizes_are_told_apart() -> None:
-    kinds = {(point.tokens, point.kind) for point in plot.points(REFUSED)}
+    kinds = {(point.tokens, point.kind) for point in peaks.points(REFUSED)}
     assert kinds == {
         (1024, "measured"), (1280, "predicted"), (2048, "measured"),
         (4096, "ran out"), (8192, "ran out"), (8192, "predicted"),
@@ -66,12 +67,12 @@ def test_measured_predicted_and_failed_sizes_are_told_apart() -> None:
 
 
 def test_of_a_size_that_was_run_twice_the_last_run_counts() -> None:
-    (point,) = [point for point in plot.points(TIGHT) if point.tokens == 2048]
+    (point,) = [point for point in peaks.points(TIGHT) if point.tokens == 2048]
     assert point.peak_bytes == 444596224  # the cold run took 446693376
 
 
 def test_parts_that_are_not_known_are_left_out_and_not_made_up(tmp_path: Path) -> None:
-    assert [part.name for part in plot.parts(NO_NEED)] == ["in use when idle", "free"]
+    assert [part.name for part in bar.parts(NO_NEED)] == ["in use when idle", "free"]
     found = texts(FAULT, tmp_path / "memory.svg")
     assert "fault: a prefill chunk of 8192 tokens did not come back (time-out)" in found
     assert "no chunk came back" in found
@@ -79,7 +80,12 @@ def test_parts_that_are_not_known_are_left_out_and_not_made_up(tmp_path: Path) -
 
 
 def test_the_parts_of_a_chunk_that_fits_add_up_to_what_was_free_before_loading() -> None:
-    assert sum(part.size_bytes for part in plot.parts(TIGHT)) == 16021782528
+    assert sum(part.size_bytes for part in bar.parts(TIGHT)) == 16021782528
+
+
+def test_a_model_s_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    record = dataclasses.replace(TIGHT, model={**TIGHT.model, "path": "/models/a_{b}$c$<d>"})
+    assert any(text.startswith("a_{b}$c$<d> · ") for text in texts(record, tmp_path / "memory.svg"))
 
 
 def test_the_timeline_names_components_layers_and_the_peak(tmp_path: Path) -> None:

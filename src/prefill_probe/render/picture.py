@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefill_probe.record import ProbeRecord, replace_file
 from prefill_probe.render.text import one_line, verdict_text
@@ -20,6 +20,8 @@ FORMATS = {".png": "png", ".svg": "svg"}
 PALETTE = ("#332288", "#88CCEE", "#117733", "#DDCC77", "#882255", "#44AA99", "#CC6677", "#999933", "#AA4499")
 GREY, PALE, INK, MUTED, ALARM = "#9A9A9A", "#F2F2F2", "#222222", "#666666", "#C1272D"
 
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 12.5, "fontweight": "bold", "pad": 30}  # of a half of a picture
+
 _STYLE = {
     "font.family": "sans-serif",
     "font.size": 11,
@@ -31,6 +33,7 @@ _STYLE = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "hatch.linewidth": 0.8,
+    "text.parse_math": False,  # a dollar sign in a path is a dollar sign
     "svg.fonttype": "none",  # text stays text: smaller, and it can be searched
     "svg.hashsalt": "prefill-probe",
 }
