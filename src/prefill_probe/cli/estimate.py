@@ -118,7 +118,8 @@ def estimate(
 
     from engine_hooks.freetoken.virtual import estimate_serve
     from prefill_probe.record import write_record
-    from prefill_probe.render.text import error_for, log_line
+    from prefill_probe.render.screen import screen, terminal_width
+    from prefill_probe.render.text import error_for
     from prefill_probe.settings import ProbeSettings
     from prefill_probe.virtual.errors import ModelError, StartError, StartFault, UntraceableError
 
@@ -137,9 +138,7 @@ def estimate(
     if as_json:
         click.echo(record.to_json(), nl=False)
     else:
-        click.echo(log_line(record))
-        if stopped_by is not None:
-            click.echo(f"{type(stopped_by).__name__}: {stopped_by}")
+        click.echo(screen(record, terminal_width()), color=False if os.environ.get("NO_COLOR") else None)
     if stopped_by is not None:
         raise SystemExit(stopped_by.exit_status)
 
