@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -16,6 +17,15 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from prefill_probe import stages
+from prefill_probe.faults import (
+    ERRORS,
+    EX_CONFIG,
+    EX_SOFTWARE,
+    EX_UNAVAILABLE,
+    EX_USAGE,
+    classify,
+    exit_status_of,
+)
 from prefill_probe.record import ProbeRecord, read_record
 
 # How long the processes of a start may take to end once they are told to, before they are killed.
@@ -41,6 +51,37 @@ class Tried:
     unprobed: str
     exit_status: int | None
     log: tuple[str, ...]
+
+    @property
+    def conclusion(self) -> tuple[int, str]:
+        """Of a start without a record: the exit status that says what it is, and a text that says why."""
+        if self.unprobed:
+            return EX_UNAVAILABLE, f"this start is not probed: {self.unprobed}"
+        if self.exit_status == EX_USAGE:
+            return EX_USAGE, next((line for line in reversed(self.log) if line.strip()), "the engine refuses this")
+        for number, line in enumerate(self.log):
+            named = _NAMED.search(line)
+            if named and (status := exit_status_of(line[named.start() :])) is not None:
+                # Its lines are indented, up to the one that says what to do.
+                return status, "\n".join((line[named.start() :], *self.log[number + 1 : number + 3]))
+        where = _WHERE.get(self.stage, "before it loads anything")
+        said = next((line.strip() for line in reversed(self.log) if _RAISED.match(line)), "")
+        fault = classify(said or "\n".join(self.log), stage=self.stage)
+        if fault.is_memory or fault.kind == "planner":
+            return EX_CONFIG, f"does not fit: the engine ends {where}: {fault.text}"
+        ended = "is ended" if (self.exit_status or 0) < 0 else "ends"
+        return EX_SOFTWARE, f"the engine {ended} {where} (status {self.exit_status}): {said or 'it does not say why'}"
+
+
+_NAMED = re.compile("|".join(f"{error.__name__}:" for error in ERRORS))
+# The last line of a traceback.
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)")
+_WHERE = {
+    stages.LOAD: "while it loads weights",
+    stages.CACHES: "while it makes its caches",
+    stages.GRAPHS: "while it captures CUDA graphs",
+    stages.CHUNK: "during the probe",
+}
 
 
 def try_start(

@@ -66,6 +66,7 @@ def test_a_chunk_that_does_not_fit_is_a_record_too(model: Path) -> None:
 def test_flags_that_the_engine_refuses_are_its_own_message(model: Path) -> None:
     one = tried(model, "--no-such-flag", found=[])
     assert (one.record, one.exit_status) == (None, 2)
+    assert one.conclusion == (2, one.log[-1])
     assert "--no-such-flag" in one.log[-1]
 
 
@@ -73,14 +74,36 @@ def test_a_start_that_has_no_room_for_its_caches_says_how_far_it_came(model: Pat
     one = tried(model, "--num-tokens", "200000000", found=[])
     assert one.record is None
     assert one.stage == stages.CACHES
-    assert any("OutOfMemoryError" in line for line in one.log)
+    status, text = one.conclusion
+    assert status == 78
+    assert text.startswith("does not fit: the engine ends while it makes its caches: torch.OutOfMemoryError: CUDA out")
     assert left() == ""
 
 
 def test_a_start_whose_environment_has_no_hook_is_not_waited_for() -> None:
     code = f"import time; print('INFO {READY} on 127.0.0.1', flush=True); time.sleep(60)"
     one = try_start([sys.executable, "-c", code], os.environ, ready=READY)
-    assert "no hook" in one.unprobed
+    assert one.conclusion[0] == 69
+    assert "no hook" in one.conclusion[1]
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "says"),
+    [
+        ((), 70, "does not say why"),
+        (("Traceback (most recent call last):", "KeyError: 'rope'"), 70, "KeyError: 'rope'"),
+        (("RuntimeError: cache budget too small: 3 pages",), 78, "cache budget too small"),
+        (
+            ("[core] PrefillFaultError: an earlier probe never came back", "  marker       /state/unfinished-1.json"),
+            70,
+            "PrefillFaultError: an earlier probe never came back\n  marker",
+        ),
+    ],
+)
+def test_what_a_start_without_a_verdict_ended_by(log: tuple[str, ...], status: int, says: str) -> None:
+    found, text = Tried(None, stages.LOAD, "", 1, log).conclusion
+    assert found == status
+    assert says in text
 
 
 def test_an_interrupt_ends_every_process_of_the_start(tmp_path: Path) -> None:
