@@ -14,6 +14,10 @@ from prefill_probe.settings import parse_report, parse_seconds
 from prefill_probe.sizes import parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prefill_probe.record import ProbeRecord
+    from prefill_probe.settings import ProbeSettings
     from prefill_probe.virtual.device import Card
 
 LARGEST_VRAM = 10 << 40
@@ -67,6 +71,7 @@ def _ratio(text: str) -> float:
 @click.option("--max-prefill-length", type=click.IntRange(min=1), help="Instead of what the command line says.")
 @click.option("--memory-ratio", type=_Checked("ratio", _ratio), help="Instead of what the command line says.")
 @click.option("--model", metavar="DIR", help="Instead of what the command line says.")
+@click.option("--layers", type=click.IntRange(min=1), help="Of the reference engine's model.  [default: 4]")
 @click.option("--margin", type=_Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]")
 @click.option("--timeout", type=_Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]")
 @click.option("--report", type=_Checked("file", parse_report), help="Write the record to this file.")
@@ -80,6 +85,7 @@ def estimate(
     max_prefill_length: int | None,
     memory_ratio: float | None,
     model: str | None,
+    layers: int | None,
     margin: int | None,
     timeout: float | None,
     report: Path | None,
@@ -89,12 +95,21 @@ def estimate(
 ) -> None:
     """Try an engine command line on a virtual GPU: no GPU is needed, and no weights are read.
 
+    With no command after -- it tries the built-in reference engine.
     Ends with 0 (fits), 78 (does not fit), 75 (cannot be traced), 2 (bad usage).
 
     \b
     Example:
       prefill-probe estimate --vram 15.5GiB -- ft serve --model DIR --memory-ratio 0.95
+      prefill-probe estimate --vram 15.5GiB
     """
+    if not command:
+        options = {"model": model, "layers": layers}
+        flags = {"memory_ratio": memory_ratio, "max_prefill_length": max_prefill_length}
+        _estimate_reference(options | flags, _card(vram, gpu, capability), margin, timeout, report, as_json)
+        return
+    if layers is not None:
+        raise click.UsageError("--layers is the reference engine's; an engine has the layers of its model")
     arguments = _serve_arguments(command)
     for flag, value in (("--model", model), ("--memory-ratio", memory_ratio)):
         if value is not None:
@@ -109,14 +124,46 @@ def estimate(
     card = _card(vram, gpu, capability)
 
     from engine_hooks.freetoken.virtual import estimate_serve
+
+    _finish(
+        lambda settings: estimate_serve(arguments, card, settings, verbose=verbose), margin, timeout, report, as_json
+    )
+
+
+def _estimate_reference(
+    options: dict[str, Any],
+    card: Card,
+    margin: int | None,
+    timeout: float | None,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """The reference engine on ``card``."""
+    from prefill_probe.reference import estimate_reference
+
+    given = {name: value for name, value in options.items() if value is not None}
+    _finish(lambda settings: estimate_reference(card, settings, **given), margin, timeout, report, as_json, table=True)
+
+
+def _finish(
+    run: Callable[[ProbeSettings], ProbeRecord],
+    margin: int | None,
+    timeout: float | None,
+    report: Path | None,
+    as_json: bool,
+    *,
+    table: bool = False,
+) -> None:
+    """Run the probe, write and print its record, and end with its status. ``table``: print every run as well."""
     from prefill_probe.record import write_record
+    from prefill_probe.render.shapes import shapes_table
     from prefill_probe.render.text import error_for, log_line
     from prefill_probe.settings import ProbeSettings
     from prefill_probe.virtual.errors import ModelError, StartError, StartFault, UntraceableError
 
     settings = ProbeSettings(margin_bytes=margin, timeout_seconds=timeout or ProbeSettings.timeout_seconds)
     try:
-        record = estimate_serve(arguments, card, settings, verbose=verbose)
+        record = run(settings)
     except (ModelError, StartError, StartFault, UntraceableError) as error:
         click.echo(f"prefill-probe estimate: {error}", err=True)
         raise SystemExit(error.exit_status) from None
@@ -129,6 +176,8 @@ def estimate(
     if as_json:
         click.echo(record.to_json(), nl=False)
     else:
+        if table:
+            click.echo(shapes_table(record) + "\n")
         click.echo(log_line(record))
         if stopped_by is not None:
             click.echo(f"{type(stopped_by).__name__}: {stopped_by}")
