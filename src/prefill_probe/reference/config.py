@@ -20,8 +20,8 @@ KNOWN = (
     "Qwen4ExpForConditionalGeneration",
 )
 GDN, ATTENTION = "linear_attention", "full_attention"
-# Above these the kernels are not built: SDPA's flash kernel, the chunked delta rule.
-_LARGEST_HEAD = 256
+# SDPA's flash kernel and the chunked delta rule take none that is larger, the decode kernel powers of two.
+_HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def _faults(config: ModelConfig) -> list[str]:
         if many % few:
             found.append(f"{many} {name} are not a multiple of {few}")
     for name, size in (("head_dim", config.head_dim), ("linear_key_head_dim", config.key_dim)):
-        if size > _LARGEST_HEAD or size % 16:
-            found.append(f'"{name}" is {size}; the kernels take multiples of 16 up to {_LARGEST_HEAD}')
+        if size not in _HEAD_SIZES:
+            found.append(f'"{name}" is {size}; the kernels take {", ".join(map(str, _HEAD_SIZES))}')
     if config.experts_per_token > config.experts:
         found.append(f"{config.experts_per_token} experts a token are more than {config.experts}")
     if config.gate not in ("silu", "sigmoid"):

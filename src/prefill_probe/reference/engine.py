@@ -83,6 +83,8 @@ class ReferenceEngine:
         torch.cuda.synchronize(device)  # the context is there from now on
         self._free_before_load = int(torch.cuda.mem_get_info(device)[0])
         torch.manual_seed(SEED)
+        # One for all captures: the matrix library keeps a workspace for every stream that it is used on.
+        self._capture_stream = torch.cuda.Stream(device)
         with torch.inference_mode():
             self._model = Model(config, device)
             # A snapshot beside each live state, as engines keep them for prefix hits.
@@ -190,7 +192,8 @@ class ReferenceEngine:
         return self._geometry(pages)
 
     def _make_pool(self, pages: int) -> None:
-        del self._graph, self._step, self._tokens, self._kv
+        for name in ("_graph", "_step", "_tokens", "_kv"):  # one that failed half way has made only some of them
+            vars(self).pop(name, None)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with torch.inference_mode():
@@ -306,14 +309,12 @@ class ReferenceEngine:
         ids, positions, rows, states = torch.zeros((4, count), dtype=torch.int64, device=self._device)
         pages = torch.zeros((count, width), dtype=torch.int32, device=self._device)
         self._step = Decode(ids, positions, rows, states, pages)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles and tunes, which a capture cannot
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._capture_stream):  # compiles and tunes, which a capture cannot
             self._decode_forward()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         self._graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=self._capture_stream):
             self._tokens = self._decode_forward()
         self._states.clear(0)
 
