@@ -89,16 +89,14 @@ def check_reference(
         RuntimeError: no CUDA GPU answers.
     """
     from prefill_probe._probe import probe
-    from prefill_probe.meter import kept_peaks
 
-    with kept_peaks():
-        engine = booted_reference(
-            model,
-            layers=layers,
-            memory_ratio=memory_ratio,
-            max_prefill_length=max_prefill_length,
-            max_running_requests=max_running_requests,
-        )
+    engine = booted_reference(
+        model,
+        layers=layers,
+        memory_ratio=memory_ratio,
+        max_prefill_length=max_prefill_length,
+        max_running_requests=max_running_requests,
+    )
     return probe(engine, settings, progress, keep)
 
 

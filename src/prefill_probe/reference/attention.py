@@ -164,13 +164,14 @@ def attend_one(
     """Attention of one token of each sequence over its pages.
 
     Args:
-        q: (sequences, heads, head_dim), contiguous.
+        q: (sequences, heads, head_dim).
         keys, values: (pool rows, kv_heads, head_dim), contiguous.
         pages: int32 (sequences, width), page table; lengths: int64 (sequences,), tokens with this one.
 
     Returns:
         (sequences, heads, head_dim).
     """
+    q = q.contiguous()
     sequences, heads, size = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

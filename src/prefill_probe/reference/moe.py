@@ -25,28 +25,38 @@ from prefill_probe.reference.weights import matrix
 
 # Row blocks that are walked together.
 _GROUP = 8
-_COLUMNS, _DEPTH, _STAGES = 128, 64, 3
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program's share: rows of one expert, and warps; 128 columns (gate and up: 64 each) at a depth of 64."""
+    """A program's share of the work.
+
+    Attributes:
+        rows: of one expert.
+        columns: of its weights; where gate and up are multiplied together, half of each.
+        depth: multiplied at a time; ``stages`` such steps are in shared memory at once.
+        warps: of the program.
+    """
 
     rows: int
-    warps: int
+    columns: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
 
 
 def tiles_for(rows: int, experts: int) -> Tiles:
     """Tiles for ``rows`` rows spread over ``experts`` experts: about half of their mean load.
 
-    Larger tiles would be filled to less than half where loads scatter around the mean.
+    Larger tiles would be filled to less than half where loads scatter around the mean. Three stages of the largest
+    take 96 KiB of shared memory, which every card of compute capability 8.0 and higher has.
     """
     load = rows // experts
     if load <= 16:
-        return Tiles(16, 4)
+        return Tiles(16)
     if load <= 48:
-        return Tiles(32, 4)
-    return Tiles(64, 4) if load <= 320 else Tiles(128, 8)
+        return Tiles(32)
+    return Tiles(64) if load <= 320 else Tiles(128, warps=8)
 
 
 def route(scores: torch.Tensor, experts_per_token: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +158,12 @@ def _grouped_product(  # type: ignore[no-untyped-def]
 
 
 def experts_product(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Every token through its experts: ``sum_j weights[t, j] * down[e] @ (silu(gate[e] @ x) * (up[e] @ x))``.
 
@@ -156,6 +171,7 @@ def experts_product(
         x: (tokens, hidden), contiguous.
         gate_up: (experts, 2 * inner, hidden), gate rows first; down: (experts, hidden, inner); both contiguous.
         weights: float32 (tokens, choices), contiguous; ids: (tokens, choices).
+        tiles: instead of those for this shape.
 
     Returns:
         (tokens, hidden), in ``x``'s type; sums are kept in float32.
@@ -163,7 +179,7 @@ def experts_product(
     tokens, hidden = x.shape
     experts, _, inner = down.shape
     choices = ids.shape[1]
-    tiles = tiles_for(ids.numel(), experts)
+    tiles = tiles or tiles_for(ids.numel(), experts)
     rows, expert_of = sort_rows(ids, experts, tiles.rows)
     middle = x.new_empty(tokens * choices, inner)
     _launch(x, gate_up, middle, weights, rows, expert_of, choices, tiles, gated=True)
@@ -186,15 +202,15 @@ def _launch(
     gated: bool,
 ) -> None:
     total, width = out.shape
-    columns = _COLUMNS // 2 if gated else _COLUMNS
+    columns = tiles.columns // 2 if gated else tiles.columns
     blocks = expert_of.numel()
     kernel: Any = _grouped_product
     kernel[(blocks * triton.cdiv(width, columns),)](
         x, matrices, out, scales, rows, expert_of,
         blocks, total, matrices.shape[0], choices,
         depth=x.shape[1], width=width, GATED=gated,
-        ROWS=tiles.rows, COLUMNS=columns, DEPTH=_DEPTH, GROUP=_GROUP,
-        num_warps=tiles.warps, num_stages=_STAGES,
+        ROWS=tiles.rows, COLUMNS=columns, DEPTH=tiles.depth, GROUP=_GROUP,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
