@@ -159,12 +159,12 @@ def _finish(
     from prefill_probe.render.shapes import shapes_table
     from prefill_probe.render.text import error_for, log_line
     from prefill_probe.settings import ProbeSettings
-    from prefill_probe.virtual.errors import ModelError, StartError, StartFault, UntraceableError
+    from prefill_probe.virtual.errors import MissingError, ModelError, StartError, StartFault, UntraceableError
 
     settings = ProbeSettings(margin_bytes=margin, timeout_seconds=timeout or ProbeSettings.timeout_seconds)
     try:
         record = run(settings)
-    except (ModelError, StartError, StartFault, UntraceableError) as error:
+    except (MissingError, ModelError, StartError, StartFault, UntraceableError) as error:
         click.echo(f"prefill-probe estimate: {error}", err=True)
         raise SystemExit(error.exit_status) from None
     if report is not None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from prefill_probe.virtual.errors import ModelError, StartError
+from prefill_probe.virtual.errors import MissingError, ModelError, StartError
 
 if TYPE_CHECKING:
     from prefill_probe.record import ProbeRecord
@@ -40,16 +40,20 @@ def booted_reference(
     Raises:
         ModelError: a model that cannot be built; one line.
         StartError: it does not start, for lack of memory; one line.
+        MissingError: Triton or flash-linear-attention is not installed.
     """
     from prefill_probe.reference.config import load_config
 
-    config = load_config(model, layers=layers)  # before torch is imported: what is wrong is said at once
+    config = load_config(model, layers=layers)
 
     import torch
 
     from prefill_probe.engine import PlanRefused
-    from prefill_probe.reference.engine import Flags, ReferenceEngine
 
+    try:
+        from prefill_probe.reference.engine import Flags, ReferenceEngine
+    except ModuleNotFoundError as missing:
+        raise MissingError(f"the reference engine needs {missing.name}, which is not installed here") from missing
     given = {
         "memory_ratio": memory_ratio,
         "max_prefill_length": max_prefill_length,
@@ -85,7 +89,7 @@ def check_reference(
         others: of ``booted_reference``.
 
     Raises:
-        ModelError, StartError: as ``booted_reference``.
+        ModelError, StartError, MissingError: as ``booted_reference``.
         RuntimeError: no CUDA GPU answers.
     """
     from prefill_probe._probe import probe
@@ -114,9 +118,13 @@ def estimate_reference(
     this GPU.
 
     Raises:
-        ModelError, StartError: as ``booted_reference``.
+        ModelError, StartError, MissingError: as ``booted_reference``.
         UntraceableError: an operator that cannot be traced.
     """
+    from prefill_probe.reference.config import load_config
+
+    load_config(model, layers=layers)  # what is wrong with it is said at once
+
     from prefill_probe._probe import probe
     from prefill_probe.virtual import virtual_gpu
     from prefill_probe.virtual.records import as_virtual
@@ -134,4 +142,12 @@ def estimate_reference(
         return as_virtual(probe(engine, settings), device)
 
 
-__all__ = ["LAYERS", "ModelError", "StartError", "booted_reference", "check_reference", "estimate_reference"]
+__all__ = [
+    "LAYERS",
+    "MissingError",
+    "ModelError",
+    "StartError",
+    "booted_reference",
+    "check_reference",
+    "estimate_reference",
+]
