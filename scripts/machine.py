@@ -223,8 +223,10 @@ def server(arguments: list[str], environment: dict[str, str] | None = None) -> I
 
 def prompt_of(tokens: int, seed: int) -> str:
     """A prompt of ``tokens`` tokens of the toy tokenizer, random but always the same for a seed."""
+    from prefill_probe.geometry.tokenizer import WORDS, words
+
     pick = random.Random(seed)
-    return " ".join(f"w{pick.randrange(32000)}" for _ in range(tokens))
+    return words(pick.randrange(WORDS) for _ in range(tokens))
 
 
 def versions() -> dict[str, Any]:

@@ -438,6 +438,24 @@ def test_each_line_says_what_it_costs() -> None:
     assert ratio.cost == "KV cache 950000 -> 870000 tokens"
 
 
+@pytest.mark.parametrize("headroom", [500, 550, 600, 650])
+def test_speed_and_peak_of_advice_are_not_those_of_a_size_s_very_first_run(headroom: int) -> None:
+    """The full chunk comes back for the first time with smaller pools, and compiles its kernels there."""
+    engine = MemoryEngine(headroom * MIB)
+    seen: set[int] = set()
+
+    def compiling(number: int, shape: Shape) -> None:
+        comes_back = need(engine, shape.new_tokens) <= engine.headroom
+        engine.seconds = 9.0 if shape.new_tokens == 8192 and not seen else 0.25
+        seen.update([8192] if shape.new_tokens == 8192 and comes_back else [])
+
+    engine.before_run = compiling
+    chunk, *_, ratio = probe(engine, MARGIN).advice
+    slower = round(100 * (1 - chunk.flags["--max-prefill-length"] / 8192))
+    assert chunk.cost == f"KV cache unchanged, prefill {slower} % slower"
+    assert ratio.peak_bytes == need(engine, 8192)
+
+
 def test_where_seconds_are_not_the_device_s_no_speed_is_claimed() -> None:
     engine = MemoryEngine(600 * MIB)
     engine.meter.timed = False

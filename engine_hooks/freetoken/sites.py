@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import PurePath
 
 from prefill_probe.composition import Frame
 
-# Part of a source path below the package (or of a function's name) -> the component and the step. First match wins.
+# Part of a source path below the package, without a model's own folder, or of a function's name -> the component and
+# the step. First match wins.
 _PLACES: tuple[tuple[str, str], ...] = (
     ("causal_conv1d", "GDN causal conv"),
+    ("gdn.py _conv_prefill", "GDN causal conv"),
     ("chunk_delta_h", "GDN chunk_delta_h"),
     ("wy_fast", "GDN wy_fast"),
     ("solve_tril", "GDN solve_tril"),
@@ -23,8 +26,10 @@ _PLACES: tuple[tuple[str, str], ...] = (
     ("gated_delta", "GDN"),
     ("linear_attn", "GDN"),
     ("attention/linear", "GDN"),
-    ("ple", "PLE"),
-    ("triton/hc", "hyper-connections"),
+    ("/gdn", "GDN"),
+    ("/kda", "KDA"),
+    ("/ple", "PLE"),
+    ("hc.py", "hyper-connections"),
     ("moe", "MoE"),
     ("expert", "MoE"),
     ("qsa", "QSA attention"),
@@ -39,14 +44,16 @@ _PLACES: tuple[tuple[str, str], ...] = (
     ("linear", "linear layer"),
     ("layernorm", "norm"),
     ("norm", "norm"),
+    ("models/model.py", "hidden states"),
 )
 
+_MODEL = re.compile(r"^models/[^/]+/")
 
 # Components of a peak, by the first word of a place.
 _COMPONENTS = {
     "GDN": "GDN", "KDA": "KDA", "MoE": "MoE", "QSA": "attention", "DSA": "attention", "attention": "attention",
     "PLE": "embedding", "embedding": "embedding", "head": "head", "sampler": "sampler", "encoder": "encoder",
-    "hyper-connections": "hyper-connections",
+    "hyper-connections": "hyper-connections", "hidden": "hidden states",
 }  # fmt: skip
 
 
@@ -69,7 +76,8 @@ def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
         # The scheduler and the engine are on every stack; they are the place only if nothing below them is.
         if path.startswith(("scheduler/", "engine/engine", "llm/", "server/")):
             continue
-        where = f"{path} {function}".lower()
+        # A model is named after its parts ("qwen3_5_moe"): its folder says nothing of the file in it.
+        where = f"{_MODEL.sub('models/', path)} {function}".lower()
         places += [(name, f"{name} ({PurePath(path).name}:{line})") for part, name in _PLACES if part in where][:1]
     component = next((_COMPONENTS[word] for name, _ in places if (word := name.split()[0]) in _COMPONENTS), "other")
     if places:

@@ -175,6 +175,8 @@ class Session:
         self.device_usable = True
         # Whether the last run came back on every rank: what they do next depends on it, and must not differ.
         self.all_ok = True
+        # New tokens of the largest shape that came back on every rank.
+        self.reached = 0
 
     # Running ---------------------------------------------------------------------------------------------------
 
@@ -355,6 +357,7 @@ class Session:
             self.tokens = issued.new_tokens  # what the scheduler makes of it is the effective chunk
         outcomes = self._outcomes(run)
         self.all_ok = all(ok for ok, _ in outcomes)
+        self.reached = max(self.reached, shape.new_tokens if self.all_ok else 0)
         self.device_usable = self.device_usable and all(usable for _, usable in outcomes)
 
     def _outcomes(self, run: Run) -> list[tuple[bool, bool]]:
@@ -485,14 +488,11 @@ class Session:
             PlanRefused: nothing was run, or the device is lost.
         """
         self.limits = self.engine.limits()
-        before = len(self.runs)
-        self.run(family, tokens, cold=False)
-        if len(self.runs) == before:
-            raise PlanRefused("the scheduler does not admit the chunk")
-        run = self.runs.pop()
-        self.trials.append(run)
-        if not self.device_usable:
-            raise PlanRefused(f"trying it ended in a fault: {run.fault.text if run.fault else 'on another rank'}")
+        # Far beyond what came back so far, kernels are compiled and tuned: neither peak nor speed is a request's.
+        cold = tokens >= 2 * self.reached
+        run = self._try(family, tokens, cold=cold)
+        if cold and self.all_ok:
+            run = self._try(family, tokens, cold=False)
         need = run.measured.peak.device_bytes if run.ok else None
         leaves = self.start.headroom_bytes - need if need is not None else -1
         ranks = self.engine.gather((need, leaves, run.measured.seconds))
@@ -503,6 +503,17 @@ class Session:
             min(leaves for _, leaves, _ in ranks),
             max(seconds for _, _, seconds in ranks),
         )
+
+    def _try(self, family: Family, tokens: int, *, cold: bool) -> Run:
+        before = len(self.runs)
+        self.run(family, tokens, cold=cold)
+        if len(self.runs) == before:
+            raise PlanRefused("the scheduler does not admit the chunk")
+        run = self.runs.pop()
+        self.trials.append(run)
+        if not self.device_usable:
+            raise PlanRefused(f"trying it ended in a fault: {run.fault.text if run.fault else 'on another rank'}")
+        return run
 
     def timed_out(self, seconds: float) -> records.ProbeRecord:
         """The record of a probe that hangs; asks nothing of the device or of other ranks."""

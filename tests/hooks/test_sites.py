@@ -25,6 +25,11 @@ BELOW: tuple[Frame, ...] = ((ROOT + "engine/engine.py", 9, "forward_batch"), ("/
         ),
         ((("attention/qsa_sparse.py", 3, "forward"),), "attention", "QSA attention (qsa_sparse.py:3)"),
         ((("layers/embedding.py", 2, "lm_head"),), "head", "head (embedding.py:2)"),
+        ((("models/qwen3_5_moe/gdn.py", 5, "_conv_prefill"),), "GDN", "GDN causal conv (gdn.py:5)"),
+        ((("models/qwen3_5_moe/gdn.py", 5, "_gates"),), "GDN", "GDN (gdn.py:5)"),
+        ((("models/qwen3_5_moe/attention.py", 5, "forward"),), "attention", "attention (attention.py:5)"),
+        ((("kernel/triton/mhc.py", 5, "mix"),), "hyper-connections", "hyper-connections (mhc.py:5)"),
+        ((("models/qwen4_exp/model.py", 5, "complete"),), "hidden states", "hidden states (model.py:5)"),
         ((), "other", "forward_batch (engine.py:9)"),
     ],
 )

@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from prefill_probe.geometry import tokenizer
+
 NAMES = ("flash-next-nvfp4", "qwen36-35b-a3b-nvfp4", "qwen36-35b-a3b-bf16")
 
 
@@ -34,42 +36,21 @@ def config(name: str, *, layers: int | None = None) -> dict[str, Any]:
 def make_model(directory: Path, name: str, *, layers: int | None = None) -> Path:
     """Write a model directory that an engine accepts with dummy weights: ``config.json`` and a toy tokenizer.
 
-    The tokenizer knows the words ``w0`` to ``w31999``, split at white space, one token each, so that a prompt of n
-    words is a prompt of n tokens.
+    A prompt of n ``tokenizer.words`` is a prompt of n tokens.
     """
     directory.mkdir(parents=True, exist_ok=True)
     document = config(name, layers=layers)
-    (directory / "config.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
-    words = {"<unk>": 0, "<eos>": 1} | {f"w{number}": number + 2 for number in range(32000)}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": number,
-                "content": content,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for number, content in enumerate(("<unk>", "<eos>"))
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "eos_token": "<eos>",
+        "unk_token": tokenizer.END,
+        "eos_token": tokenizer.END,
         "model_max_length": document["text_config"]["max_position_embeddings"],
         "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    for file, content in (
+        ("config.json", document),
+        ("tokenizer.json", tokenizer.document()),
+        ("tokenizer_config.json", settings),
+    ):
+        (directory / file).write_text(json.dumps(content), encoding="utf-8")
     return directory

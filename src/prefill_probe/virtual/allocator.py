@@ -149,6 +149,7 @@ class Allocator:
     Attributes:
         allocated, reserved: bytes handed out, and bytes taken from the device.
         peak_allocated, peak_reserved: their highest values since ``forget_peaks``.
+        notes: called with every block that was handed out or taken back, while somebody keeps a history.
     """
 
     def __init__(self, device_free: Callable[[int], int], total: int, *, expandable: bool = False) -> None:
@@ -160,6 +161,7 @@ class Allocator:
         self._capturing: int | None = None
         self._next_address = _FIRST_ADDRESS
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.notes: Callable[[Block], None] | None = None
 
     # What callers use ------------------------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class Allocator:
         block.allocated, block.requested = True, size
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.notes is not None:
+            self.notes(block)
         return block
 
     def free(self, block: Block) -> None:
@@ -198,6 +202,8 @@ class Allocator:
             raise ValueError("this block is free already")
         block.allocated = False
         self.allocated -= block.size
+        if self.notes is not None:
+            self.notes(block)
         self._merge_and_put(block)
 
     def release_unused(self) -> None:
