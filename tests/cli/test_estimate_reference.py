@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -26,10 +26,12 @@ def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_16_gb_card_gets_a_verdict_a_table_of_shapes_and_advice_that_was_run() -> None:
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = estimate("--vram", "15.5GiB")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 78, done.stderr[-2000:]
-    assert time.monotonic() - started < 60
+    # Of the processor: how long it takes is up to who else is on the machine.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     table, verdict, *error = done.stdout.split("\n\n")[0], *done.stdout.split("\n\n")[1].splitlines()
     assert table.splitlines()[0].split()[:3] == ["shape", "prompts", "tokens"]
     assert re.search(r"^full chunk +1 +8192 +0 +virtual +oom ", table, re.MULTILINE)
