@@ -81,8 +81,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate, in place, the first dimensions of every head by its position (arXiv 2104.09864, halves as pairs)."""
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    x[..., :half] = first * cos - second * sin
-    x[..., half : 2 * half] = second * cos + first * sin
+    turned = first * cos - second * sin, second * cos + first * sin
+    x[..., :half], x[..., half : 2 * half] = turned
 
 
 def attend(
