@@ -65,8 +65,8 @@ class Attention:
             .unflatten(-1, (-1, size))
             .split([config.heads, config.heads, config.kv_heads, config.kv_heads], dim=1)
         )
-        q = functional.rms_norm(q, (size,), self._q_norm, config.eps)
-        k = functional.rms_norm(k, (size,), self._k_norm, config.eps)
+        q = functional.rms_norm(q.contiguous(), (size,), self._q_norm, config.eps)
+        k = functional.rms_norm(k.contiguous(), (size,), self._k_norm, config.eps)
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
         _rotate(q, cos, sin)

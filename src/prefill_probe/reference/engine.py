@@ -216,27 +216,27 @@ class ReferenceEngine:
         """
         self._issued = ()
         pages, slots = list(self._kv.free), list(self._states.free)
-        try:
-            with torch.inference_mode():
-                # Alive until the chunk is through: an engine that overlaps reads them only then.
+        with torch.inference_mode():  # around the clean-up too: what was made in it may be written to in it alone
+            try:
+                # Alive until the chunk is through: an engine that overlaps reads it only then.
                 last_step = self._decode_beside(shape.decodes)
                 requests = self._admit(shape)
                 self._issued = tuple(Sequence(request.cached, request.new) for request in requests)
                 if shape.restored:
                     for request in requests:
                         self._states.copy(self._states.free.pop(), request.slot)
-                scores = self._model.prefill(self._batch(requests, final=shape.final), self._kv, self._states)
-                self._sample(scores)
+                batch = self._batch(requests, final=shape.final)
+                self._sample(self._model.prefill(batch, self._kv, self._states))
                 del last_step
-            return self.issued(shape)
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the chunk's tensors
-            raise
-        finally:
-            torch.cuda.synchronize(self._device)
-            for slot in set(slots) - set(self._states.free):
-                self._states.clear(slot)
-            self._kv.free, self._states.free = pages, slots
+                return self.issued(shape)
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the chunk's tensors
+                raise
+            finally:
+                torch.cuda.synchronize(self._device)
+                for slot in set(slots) - set(self._states.free):
+                    self._states.clear(slot)
+                self._kv.free, self._states.free = pages, slots
 
     def issued(self, shape: Shape) -> Shape:
         return replace(shape, sequences=self._issued) if self._issued else shape
