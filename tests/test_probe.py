@@ -448,6 +448,8 @@ def test_what_is_recommended_was_run_with_the_worst_shape_and_left_the_margin() 
         assert line.leaves_bytes is not None
         assert line.leaves_bytes >= 128 * MIB
         assert (line.flags.get("--max-prefill-length", 8192), line.peak_bytes) in ran
+    assert all(run.advised for run in record.shapes[record.shapes.index(record.judged[-1]) + 1 :])
+    assert not any(run.outcome == "ok" and run.new_tokens == 8192 for run in record.judged)
     # The pools have the sizes of the start again.
     assert engine.resized[-1] == {}
     assert engine.headroom == 600 * MIB

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def test_a_block_that_ends_in_time_is_left_alone() -> None:
     with deadline(30, lambda: pytest.fail("reported")):
         pass
     time.sleep(0.05)
+
+
+def test_no_thread_outlives_the_block() -> None:
+    with deadline(30, lambda: pytest.fail("reported")):
+        assert "prefill-probe-watch" in {thread.name for thread in threading.enumerate()}
+    assert "prefill-probe-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_python_loop_is_ended_with_status_70_its_stacks_and_its_report() -> None:

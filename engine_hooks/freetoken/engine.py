@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import math
-import platform
 import traceback
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from engine_hooks.freetoken import images, layers, routing
-from engine_hooks.freetoken.holdings import holdings
+from engine_hooks.freetoken import images, routing
+from engine_hooks.freetoken.holdings import decoder_layers, holdings
 from engine_hooks.freetoken.planner import Planner, PlannerTap, quiet
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
@@ -30,6 +27,8 @@ from prefill_probe.engine import (
     ShapeRefused,
 )
 from prefill_probe.faults import classify
+from prefill_probe.layers import watched
+from prefill_probe.machine import gpu_of, version_of, versions_of
 from prefill_probe.meter import CudaMeter, Meter, Peak
 from prefill_probe.shape import DECODE_OUTPUT_TOKENS, DECODE_PROMPT_TOKENS, Limits, Sequence, Shape, full_chunk
 
@@ -77,7 +76,7 @@ class FreeTokenEngine:
         config = self._scheduler.config
         model = config.model_config
         return Identity(
-            engine={"name": "freetoken", "version": _version("freetoken")},
+            engine={"name": "freetoken", "version": version_of("freetoken")},
             model={
                 "path": str(config.model_path),
                 "architecture": (getattr(config.hf_config, "architectures", None) or ["unknown"])[0],
@@ -88,10 +87,9 @@ class FreeTokenEngine:
                 "quantization": _quantization(model),
                 "dummy_weights": bool(config.use_dummy_weight),
             },
-            gpu=_gpu(self._device),
+            gpu=gpu_of(self._device),
             flags=self._flags(),
-            versions={name: _version(name) for name in ("torch", "triton", "transformers", "flashlib", "prefill-probe")}
-            | {"python": platform.python_version()},
+            versions=versions_of("torch", "triton", "transformers", "flashlib", "prefill-probe"),
         )
 
     def _flags(self) -> dict[str, Any]:
@@ -357,7 +355,7 @@ class FreeTokenEngine:
         return routing.observed()
 
     def layers(self) -> contextlib.AbstractContextManager[list[Mark]]:
-        return layers.watched(layers.decoder_layers(self._scheduler.engine.model), self.meter.allocations)
+        return watched(decoder_layers(self._scheduler.engine.model), self.meter.allocations)
 
     def holdings(self) -> dict[str, int]:
         return holdings(self._scheduler.engine, self.meter.graph_bytes())
@@ -405,38 +403,8 @@ def _load_prefix_compare() -> None:
         fast_compare_key(ids, ids)
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _quantization(model: Any) -> str:
     experts = getattr(model, "expert_quant", "none")
     if experts in (None, "none"):
         experts = getattr(model, "moe_weight_format", None) or "none"
     return str(experts)
-
-
-def _gpu(device: Any) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "total_bytes": properties.total_memory,
-        "driver": _driver(),
-        "wsl": "microsoft" in platform.release().lower(),
-        "unified": bool(getattr(properties, "is_integrated", False)),
-    }
-
-
-def _driver() -> str:
-    """The driver's version, from the kernel module's own file."""
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
-    except OSError:
-        return "unknown"
-    return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), "unknown")

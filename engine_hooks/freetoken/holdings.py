@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
+
+from prefill_probe.holdings import added
 
 # Objects of these packages are looked into; all others are not the engine's.
 _PACKAGES = ("freetoken", "torch.nn", "transformers")
@@ -20,46 +21,16 @@ def holdings(engine: Any, graph_bytes: int) -> dict[str, int]:
     seen: dict[int, int] = {}
     sizes = {
         # Pools before the model, whose layers refer to some of them.
-        "kv_pool": _added(engine.kv_cache, seen),
-        "state_pool": _added(engine.linear_state_pool, seen),
-        "expert_cache": _added(engine.moe_offload_cache, seen),
-        "graphs": graph_bytes + _added((getattr(runner, "buffer", None), engine.attn_backend), seen),
-        "weights": _added(engine.model, seen),
+        "kv_pool": added(engine.kv_cache, seen, _PACKAGES),
+        "state_pool": added(engine.linear_state_pool, seen, _PACKAGES),
+        "expert_cache": added(engine.moe_offload_cache, seen, _PACKAGES),
+        "graphs": graph_bytes + added((getattr(runner, "buffer", None), engine.attn_backend), seen, _PACKAGES),
+        "weights": added(engine.model, seen, _PACKAGES),
     }
     return {name: sizes[name] for name in ("weights", "expert_cache", "kv_pool", "state_pool", "graphs")}
 
 
-def _added(root: Any, seen: dict[int, int]) -> int:
-    """Bytes of the storages below ``root`` that are not in ``seen`` (address -> bytes), which they are added to."""
-    before = sum(seen.values())
-    for tensor in device_tensors(root):
-        start = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
-        seen.setdefault(start, int(tensor.untyped_storage().nbytes()))
-    return sum(seen.values()) - before
-
-
-def device_tensors(root: Any) -> Iterator[Any]:
-    """Every CUDA tensor that ``root`` reaches through containers and the engine's own objects."""
-    import torch
-
-    known: set[int] = set()
-    waiting = [root]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in known:
-            continue
-        known.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.is_cuda and value.numel():
-                yield value
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set):
-            waiting += value
-        elif type(value).__module__.startswith(_PACKAGES):
-            waiting += _members(value)
-
-
-def _members(value: Any) -> list[Any]:
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+def decoder_layers(model: Any) -> list[Any]:
+    """The model's layers in order; empty where they are not kept in a list of the engine's own kind."""
+    inner = getattr(model, "model", model)
+    return list(getattr(getattr(inner, "layers", None), "op_list", ()))

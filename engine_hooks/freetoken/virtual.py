@@ -31,10 +31,10 @@ from engine_hooks.freetoken.planner import tap
 from prefill_probe import record as records
 from prefill_probe._probe import probe
 from prefill_probe.settings import ProbeSettings
-from prefill_probe.sizes import mib
 from prefill_probe.virtual import model_directory, virtual_gpu
-from prefill_probe.virtual.device import Card, Device
+from prefill_probe.virtual.device import Card
 from prefill_probe.virtual.errors import ModelError, StartError, StartFault
+from prefill_probe.virtual.records import as_virtual
 
 
 def estimate_serve(
@@ -67,22 +67,7 @@ def estimate_serve(
         engine = stack.enter_context(booted(config))
         engine.meter.timed = False
         record = probe(engine, settings)
-        return _as_virtual(record, device)
-
-
-def _as_virtual(record: records.ProbeRecord, device: Device) -> records.ProbeRecord:
-    """A record of runs on a virtual GPU, and what it takes for granted."""
-    parts = ", ".join(f"{source} {mib(size)}" for source, size in device.outside.items())
-    outside = f"outside of the allocator {mib(sum(device.outside.values()))} fitted to a start on an H200: {parts}"
-    return replace(
-        record,
-        device="virtual",
-        # Nothing was computed: neither seconds nor the routers' choice mean anything.
-        shapes=[
-            replace(run, run="virtual", seconds=0.0, tokens_per_second=None, routing=None) for run in record.shapes
-        ],
-        notes=[*record.notes, outside],
-    )
+        return as_virtual(record, device)
 
 
 def _parsed(arguments: Sequence[str]) -> Any:

@@ -487,7 +487,11 @@ class Session:
         except Exception as error:  # the planner is another program's; without it the verdict stands
             record = replace(record, notes=[*record.notes, f"no advice: {type(error).__name__}: {error}"])
         timings = {"probe_seconds": round(time.monotonic() - self.started, 3)}
-        return replace(record, shapes=[*record.shapes, *map(_shape_run, self.trials)], timings=timings)
+        return replace(
+            record,
+            shapes=[*record.shapes, *(replace(_shape_run(run), advised=True) for run in self.trials)],
+            timings=timings,
+        )
 
     def _seen(self, need: records.Need | None) -> records.Need | None:
         """The need as a trial with smaller pools showed it, where a start's own pools left no room to."""

@@ -87,6 +87,7 @@ class ShapeRun:
     oom: Oom | None = None
     made_of: MadeOf | None = None
     routing: Routing | None = None
+    advised: bool = False
     timeline: Timeline | None = None
 
 
@@ -108,12 +109,12 @@ class Held:
     others took meanwhile (0 where others gave back more than all that).
     """
 
-    weights_bytes: int
-    expert_cache_bytes: int
-    kv_pool_bytes: int
-    state_pool_bytes: int
-    graphs_bytes: int
-    other_bytes: int
+    weights_bytes: int = 0
+    expert_cache_bytes: int = 0
+    kv_pool_bytes: int = 0
+    state_pool_bytes: int = 0
+    graphs_bytes: int = 0
+    other_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,11 @@ class ProbeRecord:
     notes: list[str] = field(default_factory=list)
     adapted: dict[str, Any] | None = None
     schema: int = field(default=SCHEMA)
+
+    @property
+    def judged(self) -> list[ShapeRun]:
+        """The runs that the verdict is about: without those that tried advice."""
+        return [run for run in self.shapes if not run.advised]
 
     def to_json(self) -> str:
         """The document, indented, lists of numbers in one line each, with a final newline."""

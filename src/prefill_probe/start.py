@@ -88,6 +88,7 @@ def try_start(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
+    report: Path,
     ready: str,
     progress: Callable[[str, str], None] = lambda stage, text: None,
     echo: Callable[[str], None] = lambda line: None,
@@ -97,6 +98,7 @@ def try_start(
     Args:
         command: of the engine, with this package's hook installed beside it.
         environment: of the child, besides what is added here.
+        report: where the probe of this start writes its record; there is none yet.
         ready: part of a line that the engine prints when it serves: it was not probed then.
         progress: called with each stage, and what is done there.
         echo: called with each line that the engine prints.
@@ -107,9 +109,8 @@ def try_start(
         KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM; the child is ended first.
     """
     with TemporaryDirectory(prefix="prefill-probe-") as directory:
-        report, told = Path(directory) / "record.json", Path(directory) / "stages"
-        added = {"PREFILL_PROBE_REPORT": str(report), stages.VARIABLE: str(told)}
-        with _child(command, {**environment, **added}) as process:
+        told = Path(directory) / "stages"
+        with _child(command, {**environment, stages.VARIABLE: str(told)}) as process:
             log: collections.deque[str] = collections.deque(maxlen=_LINES)
             reader = threading.Thread(target=_read, args=(process, log, echo), daemon=True)
             reader.start()

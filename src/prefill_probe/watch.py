@@ -49,11 +49,14 @@ def bounded(seconds: float, report: Callable[[], None], status: int) -> Iterator
                 sys.stderr.flush()
             os._exit(status)
 
-    threading.Thread(target=wait, name="prefill-probe-watch", daemon=True).start()
+    thread = threading.Thread(target=wait, name="prefill-probe-watch", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
+        # Or it lets go of what ``report`` holds, an engine, later than anybody else: beside the end of the interpreter.
+        thread.join()
 
 
 @contextlib.contextmanager

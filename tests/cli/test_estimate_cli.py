@@ -25,9 +25,14 @@ def test_memory_that_no_gpu_has_is_refused_by_name(size: str) -> None:
     assert repr(size) in said
 
 
-@pytest.mark.parametrize("command", [(), ("vllm", "serve"), ("ft", "bench"), ("ft",)])
+@pytest.mark.parametrize("command", [("vllm", "serve"), ("ft", "bench"), ("ft",)])
 def test_only_a_serve_command_line_is_accepted(command: tuple[str, ...]) -> None:
     assert "ft serve --model DIR" in refused("--vram", "16GiB", "--", *command)
+
+
+@pytest.mark.parametrize("arguments", [("--layers", "0"), ("--layers", "4", "--", "ft", "serve", "--model", "x")])
+def test_layers_are_at_least_one_and_the_reference_engines(arguments: tuple[str, ...]) -> None:
+    assert "--layers" in refused("--vram", "16GiB", *arguments)
 
 
 def test_a_command_line_without_a_model_is_refused() -> None:

@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    from engine_hooks.freetoken import layers, virtual
+    from engine_hooks.freetoken import holdings, virtual
     from prefill_probe.shape import full_chunk
     from prefill_probe.virtual import virtual_gpu
     from prefill_probe.virtual.cards import card_of
@@ -55,7 +55,7 @@ def main() -> None:
             found["allocations"] = booted.meter.allocations() - start
             found["traced"] = sum(event["action"] == "alloc" for event in events)
             found["marks"] = marks
-            found["left_wrapped"] = sum("forward" in vars(layer) for layer in layers.decoder_layers(engine.model))
+            found["left_wrapped"] = sum("forward" in vars(layer) for layer in holdings.decoder_layers(engine.model))
     print(json.dumps(found))
 
 

@@ -30,9 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tried(model: Path, *more: str, found: list[tuple[str, str]]) -> Tried:
+    report = model / "record.json"
+    report.unlink(missing_ok=True)
     return try_start(
         [sys.executable, "-m", "freetoken.cli", "serve", "--model", str(model), *INCIDENT, *more],
-        {**os.environ, "VIRTUAL_VRAM": "15.5GiB", "PYTHONPATH": SITE, "HF_HUB_OFFLINE": "1"},
+        {**os.environ, "VIRTUAL_VRAM": "15.5GiB", "PYTHONPATH": SITE, "HF_HUB_OFFLINE": "1"}
+        | {"PREFILL_PROBE_REPORT": str(report)},
+        report=report,
         ready=READY,
         progress=lambda stage, text: found.append((stage, text)),
     )
@@ -80,9 +84,9 @@ def test_a_start_that_has_no_room_for_its_caches_says_how_far_it_came(model: Pat
     assert left() == ""
 
 
-def test_a_start_whose_environment_has_no_hook_is_not_waited_for() -> None:
+def test_a_start_whose_environment_has_no_hook_is_not_waited_for(tmp_path: Path) -> None:
     code = f"import time; print('INFO {READY} on 127.0.0.1', flush=True); time.sleep(60)"
-    one = try_start([sys.executable, "-c", code], os.environ, ready=READY)
+    one = try_start([sys.executable, "-c", code], os.environ, report=tmp_path / "r", ready=READY)
     assert one.conclusion[0] == 69
     assert "no hook" in one.conclusion[1]
 
@@ -109,10 +113,14 @@ def test_what_a_start_without_a_verdict_ended_by(log: tuple[str, ...], status: i
 def test_an_interrupt_ends_every_process_of_the_start(tmp_path: Path) -> None:
     code = """
 import os, sys
+from pathlib import Path
 from prefill_probe.start import try_start
 child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']);"
 child += "print(p.pid, flush=True); time.sleep(77)"
-try_start([sys.executable, "-c", child], os.environ, ready="never", echo=lambda line: print(line, flush=True))
+try_start(
+    [sys.executable, "-c", child], os.environ, report=Path("none"), ready="never",
+    echo=lambda line: print(line, flush=True),
+)
 """
     for number in (2, 15):
         process = subprocess.Popen(

@@ -158,3 +158,16 @@ def test_triton_launches_do_nothing(device: Device) -> None:
         pass
 
     assert kernel[(1,)](torch.empty(4, device="cuda"), size=4) is None
+
+
+def test_a_norm_that_a_gpu_has_one_kernel_for_takes_its_result_and_one_number_a_row(device: Device) -> None:
+    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+        pytest.skip("this torch composes the norm of other operators, on a GPU too")
+    x = torch.empty(4096, 2048, dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(2048, dtype=torch.bfloat16, device="cuda")
+    before = device.allocator.allocated
+    device.allocator.forget_peaks()
+    with torch.inference_mode():
+        normed = torch.nn.functional.rms_norm(x, (2048,), weight, 1e-6)
+    assert device.allocator.peak_allocated - before == 4096 * (2048 * 2 + 4)
+    assert normed.is_contiguous()

@@ -2,25 +2,168 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from prefill_probe.cli.engine_command import program
+from prefill_probe.cli.options import Given, end, finish, with_options
 from prefill_probe.faults import EX_UNAVAILABLE
+
+if TYPE_CHECKING:
+    from prefill_probe.record import ProbeRecord
+
+_DOING = {
+    "load": "loading weights",
+    "caches": "making caches",
+    "graphs": "capturing CUDA graphs",
+    "chunk": "running chunks",
+    "verdict": "done",
+}
 
 
 @click.command()
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def check(command: tuple[str, ...]) -> None:
-    """Check an engine command line before it is deployed (not available in this version).
+@click.option("--no-weights", is_flag=True, help="Dummy weights: no checkpoint is read.")
+@with_options
+def check(no_weights: bool, **options: Any) -> None:
+    """Start an engine command line on this machine's GPU, up to the probe, and end it: it answers nobody.
+
+    With no command after -- it runs the built-in reference engine.
+    Ends with 0 (fits), 78 (does not fit), 75 (try again), 70 (a fault), 69 (no GPU or no engine), 2 (bad usage).
 
     \b
     Example:
-      prefill-probe check -- ft serve --model MODEL
+      prefill-probe check -- ft serve --model DIR --max-prefill-length 8192
+      prefill-probe check --unit freetoken.service
+      prefill-probe check
     """
-    click.echo(
-        "prefill-probe: check needs a CUDA GPU and an engine, and is not available in this version.\n"
-        "What is: on a machine with a CUDA GPU, install this package beside FreeToken and run\n"
-        "  ft serve --model MODEL\n"
-        "which runs a full prefill chunk before it answers. `prefill-probe show` prints what it found.",
-        err=True,
-    )
-    raise SystemExit(EX_UNAVAILABLE)
+    given = Given(**options)
+    arguments = given.arguments if given.command else []
+    if no_weights and not given.command:
+        raise click.UsageError("--no-weights: the reference engine has no others")
+    _need_gpu()
+    line = _Line()
+    try:
+        record = _engine(given, arguments, no_weights, line) if given.command else _reference(given, line)
+    except KeyboardInterrupt:
+        line.clear()
+        end("check", 130, "interrupted; nothing of the start is left")
+    finally:
+        line.clear()
+    from prefill_probe.record import default_report
+
+    finish(record, given, given.report or default_report(os.environ))
+
+
+def _engine(given: Given, arguments: list[str], no_weights: bool, line: _Line) -> ProbeRecord:
+    from engine_hooks.freetoken.versions import READY
+    from prefill_probe.record import RecordError
+    from prefill_probe.start import try_start
+
+    with TemporaryDirectory(prefix="prefill-probe-") as directory:
+        report = Path(directory) / "record.json"
+        arguments, environment = _with_settings(given, report, arguments)
+        try:
+            tried = try_start(
+                [program(given.command[0]), "serve", *arguments, *(["--dummy-weight"] if no_weights else [])],
+                environment,
+                report=report,
+                ready=READY,
+                progress=line.show,
+                echo=(lambda text: click.echo(text, err=True)) if given.verbose else lambda text: None,
+            )
+        except (OSError, RecordError) as error:
+            line.clear()
+            end("check", EX_UNAVAILABLE, str(error))
+    line.clear()
+    if tried.record is None:
+        end("check", *tried.conclusion)
+    return tried.record
+
+
+def _reference(given: Given, line: _Line) -> ProbeRecord:
+    from prefill_probe.reference import check_reference
+    from prefill_probe.virtual.errors import MissingError, ModelError, StartError
+
+    line.show("load", "")
+    try:
+        return check_reference(given.settings, progress=lambda text: line.show("chunk", text), **given.for_reference)
+    except (MissingError, ModelError, StartError) as error:
+        line.clear()
+        end("check", error.exit_status, str(error))
+
+
+def _with_settings(given: Given, report: Path, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment of the start.
+
+    What is given here wins over what is deployed: by flag where the command line has that flag, else by variable. A
+    start that is deployed without a check is checked all the same.
+    """
+    environment = dict(os.environ)
+    mode = _value_of("--prefill-probe", arguments) or environment.get("PREFILL_PROBE")
+    settings = [
+        ("--prefill-probe", "PREFILL_PROBE", "enforce" if mode in ("off", "warn") else None),
+        ("--prefill-probe-margin", "PREFILL_PROBE_MARGIN", None if given.margin is None else f"{given.margin}B"),
+        ("--prefill-probe-timeout", "PREFILL_PROBE_TIMEOUT", None if given.timeout is None else str(given.timeout)),
+        ("--prefill-probe-report", "PREFILL_PROBE_REPORT", str(report)),
+    ]
+    for flag, variable, value in settings:
+        deployed = _value_of(flag, arguments)
+        if value is not None:
+            environment[variable] = value
+            arguments = [*arguments, *([flag, value] if deployed is not None else [])]
+    return arguments, environment
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    """The last value of a flag, given as ``--flag value`` or ``--flag=value``."""
+    found = None
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _need_gpu() -> None:
+    """End with 69 where no CUDA GPU answers: the driver is asked, and no context made."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    except OSError:
+        found = False
+    if not found:
+        end("check", EX_UNAVAILABLE, "no CUDA GPU answers on this machine; `prefill-probe estimate` needs none")
+
+
+class _Line:
+    """What is being done, on standard error: one line that changes on a terminal, else a line a stage."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._live = sys.stderr.isatty()
+        self._shown = ""
+
+    def show(self, stage: str, text: str) -> None:
+        """A new stage, or (``text``) what is done in it."""
+        doing = _DOING.get(stage, stage)
+        seconds = time.monotonic() - self._began
+        if self._live:
+            click.echo(f"\r\x1b[2K{seconds:4.0f} s  {doing}{': ' if text else ''}{text}"[:100], nl=False, err=True)
+        elif doing != self._shown:
+            click.echo(f"{seconds:4.0f} s  {doing}", err=True)
+        self._shown = doing
+
+    def clear(self) -> None:
+        """Take the live line away."""
+        if self._live and self._shown:
+            click.echo("\r\x1b[2K", nl=False, err=True)
+        self._shown = ""

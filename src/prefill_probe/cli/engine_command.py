@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from pathlib import Path
 
 import click
@@ -45,3 +47,16 @@ def enter_unit(unit: Path, command: tuple[str, ...]) -> tuple[str, ...]:
             raise click.UsageError(f"--unit {unit}: WorkingDirectory={error.filename}: {error.strerror}") from None
     os.environ.update(engine.environment)
     return arguments
+
+
+def program(name: str) -> str:
+    """The absolute path of a program: in this environment, or on the path.
+
+    Raises:
+        click.UsageError: there is none.
+    """
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=places)
+    if found is None:
+        raise click.UsageError(f"{name}: no such program here; give its path")
+    return str(Path(found).absolute())

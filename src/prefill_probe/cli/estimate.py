@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from prefill_probe.cli.engine_command import enter_unit, serve_arguments
+from prefill_probe.cli.options import Checked, Given, end, finish, with_options
 from prefill_probe.faults import EX_UNAVAILABLE
-from prefill_probe.settings import parse_report, parse_seconds
 from prefill_probe.sizes import parse_size
 
 if TYPE_CHECKING:
+    from prefill_probe.record import ProbeRecord
     from prefill_probe.virtual.device import Card
 
 LARGEST_VRAM = 10 << 40
 _CAPABILITY = re.compile(r"(\d{1,2})\.(\d)")
-
-
-class _Checked(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """An option's type by a function that parses its text or raises ``ValueError``."""
-
-    def __init__(self, name: str, parse: Any) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def _vram(text: str) -> int:
@@ -51,96 +35,49 @@ def _capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _ratio(text: str) -> float:
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = 0.0
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{text!r} is not a share of memory; write a number above 0 and at most 1")
-    return ratio
-
-
 @click.command()
-@click.option("--vram", type=_Checked("size", _vram), help="Memory of the GPU, such as 15.5GiB, all of it usable.")
+@click.option("--vram", type=Checked("size", _vram), help="Memory of the GPU, such as 15.5GiB, all of it usable.")
 @click.option("--gpu", metavar="NAME", help='A card by name, such as "RTX 5080".')
-@click.option("--capability", type=_Checked("x.y", _capability), help="Compute capability.  [default: 12.0]")
-@click.option("--max-prefill-length", type=click.IntRange(min=1), help="Instead of what the command line says.")
-@click.option("--memory-ratio", type=_Checked("ratio", _ratio), help="Instead of what the command line says.")
-@click.option("--model", metavar="DIR", help="Instead of what the command line says.")
-@click.option("--unit", metavar="FILE", type=click.Path(path_type=Path), help="The command of this systemd unit.")
-@click.option("--margin", type=_Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]")
-@click.option("--timeout", type=_Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]")
-@click.option("--report", type=_Checked("file", parse_report), help="Write the record to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print the record.")
-@click.option("-v", "--verbose", is_flag=True, help="Show the engine's log.")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def estimate(
-    vram: int | None,
-    gpu: str | None,
-    capability: tuple[int, int] | None,
-    max_prefill_length: int | None,
-    memory_ratio: float | None,
-    model: str | None,
-    unit: Path | None,
-    margin: int | None,
-    timeout: float | None,
-    report: Path | None,
-    as_json: bool,
-    verbose: bool,
-    command: tuple[str, ...],
-) -> None:
+@click.option("--capability", type=Checked("x.y", _capability), help="Compute capability.  [default: 12.0]")
+@with_options
+def estimate(vram: int | None, gpu: str | None, capability: tuple[int, int] | None, **options: Any) -> None:
     """Try an engine command line on a virtual GPU: no GPU is needed, and no weights are read.
 
+    With no command after -- it tries the built-in reference engine.
     Ends with 0 (fits), 78 (does not fit), 75 (cannot be traced), 2 (bad usage).
 
     \b
     Example:
       prefill-probe estimate --vram 15.5GiB -- ft serve --model DIR --memory-ratio 0.95
+      prefill-probe estimate --vram 15.5GiB
     """
-    if unit is not None:
-        # What is given here is meant from here; the unit has a directory of its own.
-        report = report.absolute() if report is not None else None
-        model = str(Path(model).absolute()) if model is not None and Path(model).exists() else model
-        command = enter_unit(unit, command)
-    arguments = serve_arguments(command)
-    for flag, value in (("--model", model), ("--memory-ratio", memory_ratio)):
-        if value is not None:
-            arguments += [flag, str(value)]
-    if max_prefill_length is not None:
-        arguments += ["--max-prefill-length", str(max_prefill_length)]
-    if "--model" not in " ".join(arguments):
-        raise click.UsageError("the command line names no model; add --model DIR")
-    _need_engine()
+    given = Given(**options)
+    run = _engine if given.command else _reference
+    from prefill_probe.virtual.errors import MissingError, ModelError, StartError, StartFault, UntraceableError
+
+    try:
+        record = run(given, vram, gpu, capability)
+    except (MissingError, ModelError, StartError, StartFault, UntraceableError) as error:
+        end("estimate", error.exit_status, str(error))
+    finish(record, given, given.report)
+
+
+def _reference(given: Given, *card: Any) -> ProbeRecord:
+    from prefill_probe.reference import estimate_reference
+
+    return estimate_reference(_card(*card), given.settings, **given.for_reference)
+
+
+def _engine(given: Given, *card: Any) -> ProbeRecord:
+    arguments = given.arguments
+    if find_spec("freetoken") is None:
+        end("estimate", EX_UNAVAILABLE, "FreeToken is not installed in this environment")
     # Before the first import of what reads them.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TQDM_DISABLE="1")
-    card = _card(vram, gpu, capability)
-
+    found = _card(*card)
     from engine_hooks.freetoken.virtual import estimate_serve
-    from prefill_probe.record import write_record
-    from prefill_probe.render.screen import screen, terminal_width
-    from prefill_probe.render.text import error_for
-    from prefill_probe.settings import ProbeSettings
-    from prefill_probe.virtual.errors import ModelError, StartError, StartFault, UntraceableError
 
-    settings = ProbeSettings(margin_bytes=margin, timeout_seconds=timeout or ProbeSettings.timeout_seconds)
-    try:
-        record = estimate_serve(arguments, card, settings, verbose=verbose)
-    except (ModelError, StartError, StartFault, UntraceableError) as error:
-        click.echo(f"prefill-probe estimate: {error}", err=True)
-        raise SystemExit(error.exit_status) from None
-    if report is not None:
-        try:
-            write_record(record, report)
-        except OSError as error:
-            raise click.UsageError(f"--report {report}: {error.strerror}") from None
-    stopped_by = error_for(record)
-    if as_json:
-        click.echo(record.to_json(), nl=False)
-    else:
-        click.echo(screen(record, terminal_width()), color=False if os.environ.get("NO_COLOR") else None)
-    if stopped_by is not None:
-        raise SystemExit(stopped_by.exit_status)
+    return estimate_serve(arguments, found, given.settings, verbose=given.verbose)
 
 
 def _card(vram: int | None, gpu: str | None, capability: tuple[int, int] | None) -> Card:
@@ -165,11 +102,3 @@ def _card(vram: int | None, gpu: str | None, capability: tuple[int, int] | None)
     if vram is not None:
         card = replace(card, total_bytes=max(card.total_bytes, vram), usable_bytes=vram)
     return replace(card, capability=capability) if capability is not None else card
-
-
-def _need_engine() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("freetoken") is None:
-        click.echo("prefill-probe estimate: FreeToken is not installed in this environment", err=True)
-        raise SystemExit(EX_UNAVAILABLE)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import click
 
-from prefill_probe.cli.engine_command import serve_arguments
+from prefill_probe.cli.engine_command import program, serve_arguments
 from prefill_probe.systemd.manager import Manager
 from prefill_probe.systemd.units import Deployment, engine_unit_name
 
@@ -115,23 +113,14 @@ def _texts(given: dict[str, Any]) -> dict[str, str]:
     command: tuple[str, ...] = given["command"]
     if command:
         serve_arguments(command)
-        command = (_program(command[0]), *command[1:])
+        command = (program(command[0]), *command[1:])
     if given["user"] and given["run_as"]:
         raise click.UsageError("--run-as: a user's manager runs everything as that user")
     chosen = {name: given[name] for name in ("user", "check_first", "start_seconds", "run_as")}
     try:
-        return Deployment(_program("prefill-probe"), given["engine_unit"], command, **chosen).files()
+        return Deployment(program("prefill-probe"), given["engine_unit"], command, **chosen).files()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def _program(name: str) -> str:
-    """The absolute path of a program: in this environment, or on the path."""
-    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-    found = shutil.which(name, path=places)
-    if found is None:
-        raise click.UsageError(f"{name}: no such program here; give its path")
-    return str(Path(found).absolute())
 
 
 def _content(path: Path) -> str | None:

@@ -80,7 +80,7 @@ def _details(record: ProbeRecord) -> list[str]:
     lines = shape_rows(record)
     if record.fault is not None and record.verdict == "fault":
         lines.append(row("fault", f"{record.fault.kind}: {one_line(record.fault.text)}"))
-    if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
+    if failed := next((run for run in reversed(record.judged) if run.outcome == "oom"), None):
         lines.append(row("failed in", failure_text(failed)))
     lines += held_by_rows(record)
     if held := record.memory.held:
@@ -103,7 +103,7 @@ def _details(record: ProbeRecord) -> list[str]:
 def _runs(record: ProbeRecord) -> list[str]:
     """A table of what was run: of every shape and size the last time."""
     last: dict[tuple[str, int, int], ShapeRun] = {}
-    for run in record.shapes:
+    for run in record.judged:
         name, _, kept = run.name.partition(",")
         key = (name, run.new_tokens, run.cached_tokens)
         if not kept or key in last:  # what was only run between others, over their leavings, says nothing of itself

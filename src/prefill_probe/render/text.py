@@ -74,7 +74,7 @@ def oom_text(record: ProbeRecord) -> str:
     else:
         lines.append(row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
     lines += shape_rows(record)
-    if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
+    if failed := next((run for run in reversed(record.judged) if run.outcome == "oom"), None):
         lines.append(row("failed in", failure_text(failed)))
     lines += held_by_rows(record)
     lines += rank_rows(record)
@@ -102,7 +102,7 @@ def fault_text(record: ProbeRecord) -> str:
     lines = [first, row("chunk", chunk_text(record))]
     if record.fault is not None:
         lines.append(row("fault", f"{record.fault.kind}: {record.fault.text}"))
-    if failed := next((run for run in reversed(record.shapes) if run.oom and run.oom.site), None):
+    if failed := next((run for run in reversed(record.judged) if run.oom and run.oom.site), None):
         assert failed.oom is not None
         lines.append(row("failed in", failed.oom.site))
     lines += rank_rows(record)
@@ -127,7 +127,7 @@ def chunk_text(record: ProbeRecord) -> str:
 def shape_rows(record: ProbeRecord) -> list[str]:
     """What the chunk was made of, where it is not simply a prompt."""
     name = record.need.shape if record.need else "full chunk"
-    run = next((run for run in reversed(record.shapes) if run.name == name), None)
+    run = next((run for run in reversed(record.judged) if run.name == name), None)
     if run is None or (run.sequences == 1 and not run.cached_tokens):
         return []
     text = f"{name}: {run.sequences} prompts" if run.sequences > 1 else f"{name}: after {run.cached_tokens} tokens"
@@ -136,7 +136,7 @@ def shape_rows(record: ProbeRecord) -> list[str]:
 
 def held_by_rows(record: ProbeRecord) -> list[str]:
     """The components that held most at the peak, or when it failed."""
-    made = next((run.made_of for run in reversed(record.shapes) if run.made_of), None)
+    made = next((run.made_of for run in reversed(record.judged) if run.made_of), None)
     if made is None:
         return []
     largest = [f"{name} {mib(size)}" for name, size in made.components.items() if size >= MIB]
@@ -202,7 +202,7 @@ def neighbour_rows(record: ProbeRecord) -> list[str]:
 
 def _measured(record: ProbeRecord) -> str:
     # What was run over the leavings of others says nothing of its own size.
-    runs = [run for run in record.shapes if run.outcome == "ok" and "nothing handed back" not in run.name]
+    runs = [run for run in record.judged if run.outcome == "ok" and "nothing handed back" not in run.name]
     peaks = {run.new_tokens: run.peak.device_bytes for run in runs}
     return ", ".join(f"{tokens} tokens: {mib(peak)}" for tokens, peak in sorted(peaks.items()))
 

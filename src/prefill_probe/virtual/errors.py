@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, EX_TEMPFAIL
+from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, EX_TEMPFAIL, EX_UNAVAILABLE
 
 
 class UntraceableError(BaseException):
@@ -38,3 +38,9 @@ class StartFault(RuntimeError):
     """The engine's start fails on a virtual GPU, and not for lack of memory."""
 
     exit_status = EX_SOFTWARE
+
+
+class MissingError(RuntimeError):
+    """Something that the engine is made of is not installed; the text names it."""
+
+    exit_status = EX_UNAVAILABLE

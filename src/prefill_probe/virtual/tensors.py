@@ -53,6 +53,8 @@ _BLAS = {
     _aten._addmm_activation,
     _aten._int_mm,
 }
+# Operators that are composed of others where a device has no kernel of its own for them; a GPU has (torch 2.8 on).
+_FUSED = {op for name in ("_fused_rms_norm",) if (op := getattr(_aten, name, None)) is not None}
 # Operators that fill memory without looking at it: where nothing is kept, there is nothing to do.
 _UNINITIALIZED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 # Operators that give a host tensor its contents.
@@ -191,12 +193,12 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         if not on_device and not to_device:
             return self._on_host(func, args, kwargs)
+        packet = func.overloadpacket
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+        if packet not in _FUSED and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
             with self:
                 return func._op_dk(composite, *args, **kwargs)
         self.operators += 1
-        packet = func.overloadpacket
         if packet is _aten._to_copy and device is not None and not to_device:
             return self._to_host(func, args, kwargs)
         if packet is _aten.copy_ and not isinstance(args[0], DeviceTensor):

@@ -1,0 +1,15 @@
+"""Random weights: every model of a geometry needs the same memory, whatever its weights are."""
+
+from __future__ import annotations
+
+import torch
+
+
+def matrix(*shape: int, device: torch.device) -> torch.Tensor:
+    """bf16, normal, so that a product with it keeps the size of what it is applied to (last dimension)."""
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, shape[-1] ** -0.5)
+
+
+def ones(size: int, device: torch.device) -> torch.Tensor:
+    """bf16, of a norm."""
+    return torch.ones(size, dtype=torch.bfloat16, device=device)
