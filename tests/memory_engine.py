@@ -82,6 +82,12 @@ class MemoryMeter:
                 frames = [{"filename": "model.py", "line": 7, "name": name}]
                 events.append({"action": "alloc", "addr": address, "size": size, "frames": frames})
 
+    def allocations(self) -> int:
+        return 2 * self._engine.traces if self._engine.routing else 0
+
+    def graph_bytes(self) -> int:
+        return 0
+
     def forget_peaks(self) -> None:
         self.peak = 0
 
@@ -121,6 +127,8 @@ class MemoryEngine:
     issue: Callable[[Shape], Shape] = lambda shape: shape
     ranks: Callable[[Any], list[Any]] = lambda value: [value]
     rank: int = 0
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    held_fails: bool = False
 
     def __post_init__(self) -> None:
         self.resident = 0
@@ -213,6 +221,17 @@ class MemoryEngine:
         yield found
         if self.routing:
             found.append(self.routing)
+
+    @contextmanager
+    def layers(self) -> Iterator[list[Any]]:
+        # Of the two blocks of every trace the first is allocated by layer 0 and the second by layer 1.
+        before = 2 * (self.traces - 1)
+        yield [(before, 0), (before + 1, 1), (before + 2, -1)]
+
+    def holdings(self) -> dict[str, int]:
+        if self.held_fails:
+            raise RuntimeError("a pool of a kind that is not known")
+        return dict(self.held)
 
     def gather(self, value: Any) -> list[Any]:
         return self.ranks(value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_probe.composition import Block, blocks_at_peak, compose
+from prefill_probe.composition import TIMELINE_POINTS, Block, Frame, blocks_at_peak, compose, timeline
 
 
 def alloc(address: int, size: int, name: str = "f") -> dict[str, Any]:
@@ -61,3 +62,59 @@ def test_the_blocks_add_up_to_the_highest_sum(steps: list[tuple[bool, int, int]]
             events.append(alloc(address, size))
         highest = max(highest, sum(live.values()))
     assert sum(block.size_bytes for block in blocks_at_peak(events)) == highest
+
+
+def component(frames: Sequence[Frame]) -> tuple[str, str]:
+    return (frames[0][2], "") if frames else ("other", "")
+
+
+def test_a_timeline_says_what_was_live_in_which_layer() -> None:
+    events = [
+        alloc(1, 5, "embedding"),  # before the first layer
+        alloc(2, 20, "GDN"), free(2),
+        alloc(3, 10, "GDN"),  # between the layers: the first one's
+        alloc(4, 40, "MoE"), free(4), free(3),
+        alloc(5, 1, "head"),
+    ]  # fmt: skip
+    marks = [(101, 0), (102, -1), (103, 1), (104, -1)]
+    found = timeline(events, marks, 100, component)
+    assert found is not None
+    assert found.layers == (-1, 0, 0, 0, 1, 1, 1, -1)
+    assert found.components == {
+        "MoE": (0, 0, 0, 0, 40, 40, 0, 0),
+        "GDN": (0, 20, 20, 10, 10, 10, 10, 0),
+        "embedding": (5, 5, 5, 5, 5, 5, 5, 5),
+        "head": (0, 0, 0, 0, 0, 0, 0, 1),
+    }
+
+
+def test_a_timeline_of_nothing_is_none() -> None:
+    assert timeline([], [(0, 0)], 0, component) is None
+    assert timeline([free(1)], [], 0, component) is None
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1, 1000)), min_size=1, max_size=1200),
+    st.lists(st.integers(0, 400), max_size=70),
+)
+def test_a_timeline_is_short_and_keeps_the_peak(steps: list[tuple[bool, int, int]], begins: list[int]) -> None:
+    live: dict[int, int] = {}
+    highest, events = 0, []
+    for is_free, address, size in steps:
+        if is_free or address in live:
+            live.pop(address, None)
+            events.append(free(address))
+        else:
+            live[address] = size
+            events.append(alloc(address, size, f"part {address % 3}"))
+        highest = max(highest, sum(live.values()))
+    marks = [mark for i, at in enumerate(sorted(begins)) for mark in ((at, i), (at, -1))]
+    found = timeline(events, marks, 0, component)
+    if highest == 0:
+        assert found is None
+        return
+    assert found is not None
+    totals = [sum(parts) for parts in zip(*found.components.values(), strict=True)]
+    assert max(totals) == highest
+    assert len(totals) == len(found.layers) <= 2 * TIMELINE_POINTS
+    assert min(min(parts) for parts in found.components.values()) >= 0

@@ -42,3 +42,24 @@ def test_an_allocator_without_a_history_gives_none_and_is_no_error() -> None:
     assert events == []
     with pytest.raises(ValueError, match="the chunk's own"), meter.trace():
         raise ValueError("the chunk's own")
+
+
+def test_what_captured_graphs_hold_is_told_apart_by_their_private_pools() -> None:
+    from types import SimpleNamespace
+
+    from prefill_probe.meter import CudaMeter
+
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 1000},
+        {"device": 0, "segment_pool_id": (0, 7), "total_size": 20},
+        {"device": 0, "segment_pool_id": (0, 7), "total_size": 3},
+        {"device": 1, "segment_pool_id": (0, 7), "total_size": 500},
+        {"device": 0, "total_size": 4000},  # of a torch that does not say
+    ]
+    meter = CudaMeter.__new__(CudaMeter)
+    meter._cuda = SimpleNamespace(
+        memory_snapshot=lambda: segments, memory_stats=lambda device: {"allocation.all.allocated": 42}
+    )
+    meter._device = torch.device("cuda", 0)
+    assert meter.graph_bytes() == 23
+    assert meter.allocations() == 42

@@ -359,6 +359,33 @@ def test_one_run_of_the_worst_shape_says_what_its_peak_is_made_of_and_what_the_r
     assert ProbeRecord.from_json(record.to_json()) == record
 
 
+def test_that_run_also_says_what_was_live_in_which_layer() -> None:
+    record = probe(MemoryEngine(4096 * MIB, routing=Routing(8, (8,), (9,))), MARGIN)
+    (run,) = [run for run in record.shapes if run.timeline]
+    assert run.timeline is not None
+    assert run.made_of is not None
+    assert run.timeline.layers == [0, 1]
+    gdn, moe = run.made_of.components["GDN"], run.made_of.components["MoE"]
+    assert run.timeline.components == {"MoE": [0, moe], "GDN": [gdn, gdn]}
+
+
+def test_the_record_says_where_memory_is_that_was_free_before_loading() -> None:
+    held = {"weights": 9000, "expert_cache": 2000, "kv_pool": 1500, "state_pool": 80, "graphs": 20}
+    engine = MemoryEngine(2048 * MIB, held={name: size * MIB for name, size in held.items()})
+    record = probe(engine, MARGIN)
+    assert record.memory.held is not None
+    assert record.memory.held.kv_pool_bytes == 1500 * MIB
+    # 15360 were free before loading, 12600 are accounted for, 2048 are free.
+    assert record.memory.held.other_bytes == 712 * MIB
+    assert ProbeRecord.from_json(record.to_json()) == record
+
+
+def test_an_engine_that_cannot_say_what_it_holds_is_probed_all_the_same() -> None:
+    record = probe(MemoryEngine(4096 * MIB, held_fails=True), MARGIN)
+    assert (record.verdict, record.memory.held) == ("fits", None)
+    assert any("a pool of a kind that is not known" in note for note in record.notes)
+
+
 def test_an_oom_says_what_held_the_memory_when_it_failed() -> None:
     record = probe(MemoryEngine(600 * MIB, routing=Routing(8, (8,), (9,))), MARGIN)
     (run,) = [run for run in record.shapes if run.made_of]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from memory_engine import MIB, MemoryEngine
 
 from prefill_probe import ProbeRecord, ProbeSettings, RecordError, probe
-from prefill_probe.record import default_report, read_record, state_directory, write_record
+from prefill_probe.engine import Routing
+from prefill_probe.record import Timeline, default_report, read_record, state_directory, write_record
 
 
 def record_of(headroom: int) -> ProbeRecord:
@@ -24,9 +26,11 @@ def record_of(headroom: int) -> ProbeRecord:
 
 
 RECORDS = [record_of(headroom) for headroom in (4096, 1700, 600, 10)]
+HELD = {"weights": 1, "expert_cache": 0, "kv_pool": 3, "state_pool": 0, "graphs": 5}
+RECORDS.append(probe(MemoryEngine(4000 * MIB, held=HELD, routing=Routing(8, (8,), (9,))), ProbeSettings()))
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.verdict)
+@pytest.mark.parametrize("record", RECORDS)
 def test_every_record_keeps_the_schema_that_ships_with_the_package(record: ProbeRecord) -> None:
     schema = json.loads(files("prefill_probe").joinpath("record.schema.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -39,6 +43,24 @@ def test_a_record_is_written_whole_and_for_its_owner_alone(tmp_path: Path) -> No
     assert read_record(path) == RECORDS[0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_lists_of_numbers_take_one_line_each_and_texts_are_as_they_were() -> None:
+    text = "a [\n  1,\n  2\n] in a note"
+    shapes = [dataclasses.replace(RECORDS[-1].shapes[-1], timeline=Timeline([-1, 0], {"GDN": [1, 2]}))]
+    record = dataclasses.replace(RECORDS[-1], shapes=shapes, notes=[text])
+    lines = record.to_json().splitlines()
+    assert [line.strip() for line in lines if 'GDN": [1' in line] == ['"GDN": [1, 2]']
+    assert ProbeRecord.from_json(record.to_json()) == record
+
+
+def test_records_of_before_these_fields_are_still_read() -> None:
+    evidence = Path(__file__).parents[1] / "docs" / "evidence" / "incident.json"
+    for case in json.loads(evidence.read_text(encoding="utf-8"))["cases"].values():
+        if "record" in case:
+            record = ProbeRecord.from_json(json.dumps(case["record"]))
+            assert record.memory.held is None
+            assert all(run.timeline is None for run in record.shapes)
 
 
 def test_a_full_disk_leaves_the_old_record_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,12 @@ def warn(reason: str) -> None:
     """Say once that this engine is not probed, and why."""
     from importlib.metadata import version
 
+    from prefill_probe import stages
     from prefill_probe.logs import get_logger
 
-    get_logger().warning(
-        f"FreeToken {version('freetoken')} is not as this hook knows it, and serves unprobed: {reason}"
-    )
+    text = f"FreeToken {version('freetoken')} is not as this hook knows it, and serves unprobed: {reason}"
+    get_logger().warning(text)
+    stages.tell(stages.UNPROBED, text)
 
 
 def _wrap_scheduler(module: ModuleType) -> None:

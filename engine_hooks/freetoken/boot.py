@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any
 
 from engine_hooks.freetoken import attach, planner, versions
+from engine_hooks.freetoken.boot_stages import told
 from engine_hooks.freetoken.engine import FreeTokenEngine
+from prefill_probe import stages
 from prefill_probe._probe import probe
 from prefill_probe.adapt import Memory, adapted_probe, adapted_text
 from prefill_probe.faults import PrefillFaultError, PrefillProbeError
@@ -37,7 +39,7 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
     if settings.mode is Mode.OFF or not attach.keeps_contract():
         original(scheduler, config, *args, **kwargs)
         return
-    with planner.tap(config) as noted, kept_peaks() as peaks:
+    with planner.tap(config) as noted, kept_peaks() as peaks, told():
         original(scheduler, config, *args, **kwargs)
     if scheduler.device.type != "cuda":
         return
@@ -51,7 +53,9 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         raise
     except Exception as error:
         # Nothing of the engine failed, or it would be a verdict: an engine that is whole serves as without the probe.
-        get_logger().error(f"the probe itself failed, and this start is not probed: {type(error).__name__}: {error}")
+        text = f"the probe itself failed, and this start is not probed: {type(error).__name__}: {error}"
+        get_logger().error(text)
+        stages.tell(stages.UNPROBED, text)
     except KeyboardInterrupt:
         if multiprocessing.parent_process() is None:
             raise
@@ -72,15 +76,24 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
         def keep(last: ProbeRecord) -> None:
             _keep_last(last, report, marker, log)
 
+        def progress(text: str) -> None:
+            log.debug(text)
+            if primary:
+                stages.tell(stages.CHUNK, text)
+
         if settings.mode.adapts:
             memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
-            record = adapted_probe(engine, settings, memory, log.debug, keep)
+            record = adapted_probe(engine, settings, memory, progress, keep)
         else:
-            record = probe(engine, settings, log.debug, keep)
+            record = probe(engine, settings, progress, keep)
         # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
         damaged = any(engine.gather(engine.damaged))
     if primary:
         _keep(record, report, log)
+    if stages.followed():
+        if primary:
+            stages.tell(stages.VERDICT)
+        stages.hold()
     error = error_for(record)
     if record.adapted is not None and not damaged:
         if primary:

@@ -11,11 +11,12 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from engine_hooks.freetoken import images, routing
+from engine_hooks.freetoken import images, layers, routing
+from engine_hooks.freetoken.holdings import holdings
 from engine_hooks.freetoken.planner import Planner, PlannerTap, quiet
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
-from prefill_probe.composition import Frame
+from prefill_probe.composition import Frame, Mark
 from prefill_probe.engine import (
     Budget,
     Geometry,
@@ -351,6 +352,12 @@ class FreeTokenEngine:
 
     def observe(self) -> contextlib.AbstractContextManager[list[Routing]]:
         return routing.observed()
+
+    def layers(self) -> contextlib.AbstractContextManager[list[Mark]]:
+        return layers.watched(layers.decoder_layers(self._scheduler.engine.model), self.meter.allocations)
+
+    def holdings(self) -> dict[str, int]:
+        return holdings(self._scheduler.engine, self.meter.graph_bytes())
 
     def gather(self, value: T) -> list[T]:
         size = self._scheduler.config.tp_info.size

@@ -43,6 +43,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     "freetoken.engine.engine": {
         "_startup_kv_budget": ("memory_ratio", "init_free_memory", "new_free_memory"),
         "CacheRebuildRejected": None,
+        "GraphRunner": None,
     },
     "freetoken.engine.cache_budget": {
         "expert_bytes_per_slot": ("sources",),
@@ -69,6 +70,9 @@ SERVER_CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "FrontendManager": None,
     },
 }
+
+# What the engine prints when it serves.
+READY = "API server is ready to serve"
 
 # Attributes of live objects, by the object they are read from; checked on the scheduler before it is probed.
 ATTRIBUTES: dict[str, tuple[str, ...]] = {

@@ -127,7 +127,7 @@ def booted(config: Any) -> Iterator[FreeTokenEngine]:
     from freetoken.scheduler import Scheduler
 
     config = replace(config, use_dummy_weight=True, offline_mode=True)
-    with _answered(), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
+    with answered(), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
         try:
             try:
                 with tap(config) as noted:
@@ -184,7 +184,7 @@ def _alone(*_: Any, **__: Any) -> None:
 
 
 @contextlib.contextmanager
-def _answered() -> Iterator[None]:
+def answered() -> Iterator[None]:
     """The engine's own ways to the device and to host memory are answered while the block runs."""
     utils = importlib.import_module("freetoken.kernel.utils")
     # Modules bind the two loaders by name when they are imported, and cache what they loaded.

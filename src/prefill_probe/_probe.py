@@ -14,7 +14,7 @@ from typing import Any
 from prefill_probe import advice as advising
 from prefill_probe import record as records
 from prefill_probe._advise import Adviser
-from prefill_probe.composition import Composition, blocks_at_peak, compose
+from prefill_probe.composition import Composition, Mark, Timeline, blocks_at_peak, compose, timeline
 from prefill_probe.engine import Engine, PlanRefused, Routing, ShapeRefused
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
 from prefill_probe.meter import Measured, Peak
@@ -104,6 +104,7 @@ class Observed:
 
     made_of: Composition | None
     routing: Routing | None
+    timeline: Timeline | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Part:
     word: str
     fault: Fault | None
     notes: tuple[str, ...]
+    held: records.Held | None = None
 
 
 # From the best to the worst.
@@ -166,6 +168,7 @@ class Session:
         self.margin, why = margin_for(settings, wsl=self.wsl, unified=self.unified)
         self.notes: list[str] = [f"margin {mib(self.margin)}: {why}"] if why else []
         self.boot_peak = engine.meter.boot_peak()
+        self.holdings = self._holdings()
         self.before = engine.meter.read()
         self.start = self.idle = self.before
         self.runs: list[Run] = []
@@ -177,6 +180,14 @@ class Session:
         self.all_ok = True
         # New tokens of the largest shape that came back on every rank.
         self.reached = 0
+
+    def _holdings(self) -> dict[str, int]:
+        """What the engine holds by component; empty, with a note, where it cannot say: it explains, and no more."""
+        try:
+            return self.engine.holdings()
+        except Exception as error:
+            self.notes.append(f"what the engine holds is not known: {type(error).__name__}: {error}")
+            return {}
 
     # Running ---------------------------------------------------------------------------------------------------
 
@@ -323,16 +334,22 @@ class Session:
         if shape is None:
             self.all_ok = True
             return
-        self.progress(f"{'cold' if cold else 'warm'} run of {shape.new_tokens} tokens ({shape.name})")
+        number = len(self.runs) + len(self.trials) + 1
+        # Every shape, and the worst one again after a short chunk; what does not fit takes more.
+        least = max(number, len(self.families) + 2)
+        kind = "cold" if cold else "warm"
+        self.progress(f"{kind} run of {shape.new_tokens} tokens ({shape.name}), {number} of {least} or more")
         self.start = self.engine.meter.read() if fresh else self.engine.meter.reread(self.start)
         fault, site, issued = None, "", shape
         measured = Measured()
         events: list[dict[str, Any]] = []
         routing: list[Routing] = []
+        marks: list[Mark] = []
         try:
             with self.engine.meter.measure(self.start) as measured, contextlib.ExitStack() as watching:
                 if observe:
                     events = watching.enter_context(self.engine.meter.trace())
+                    marks = watching.enter_context(self.engine.layers())
                     routing = watching.enter_context(self.engine.observe())
                 issued = self.engine.run(shape)
         except ShapeRefused as refusal:
@@ -349,8 +366,7 @@ class Session:
             _forget_frames(error)
         if fault is not None:
             gc.collect()
-        made_of = compose(blocks_at_peak(events), self.engine.place)
-        observed = Observed(made_of, routing[0] if routing else None) if observe else None
+        observed = self._observed(events, marks, routing) if observe else None
         run = Run(family, tokens >= self.tokens, issued, cold, fresh, measured, fault, site, observed)
         self.runs.append(run)
         if run.full and family is PLAIN:
@@ -359,6 +375,15 @@ class Session:
         self.all_ok = all(ok for ok, _ in outcomes)
         self.reached = max(self.reached, shape.new_tokens if self.all_ok else 0)
         self.device_usable = self.device_usable and all(usable for _, usable in outcomes)
+
+    def _observed(self, events: list[dict[str, Any]], marks: list[Mark], routing: list[Routing]) -> Observed:
+        """What a run that was watched showed. The history may have lost its beginning: it is counted from its end."""
+        before = self.engine.meter.allocations() - sum(event["action"] == "alloc" for event in events)
+        return Observed(
+            made_of=compose(blocks_at_peak(events), self.engine.place),
+            routing=routing[0] if routing else None,
+            timeline=timeline(events, marks, before, self.engine.place),
+        )
 
     def _outcomes(self, run: Run) -> list[tuple[bool, bool]]:
         """Of every rank: whether its run came back, and whether its device can run more."""
@@ -414,7 +439,16 @@ class Session:
                 notes.append("oversubscribed: the full chunk is far slower than smaller ones predict")
         shapes = tuple(_shape_run(run) for run in self.runs)
         word = judged.family.word if judged else PLAIN.word
-        return Part(verdict, headroom, need, shapes, self._slope(judged, need), word, fault, tuple(notes))
+        slope = self._slope(judged, need)
+        return Part(verdict, headroom, need, shapes, slope, word, fault, tuple(notes), self._held(headroom))
+
+    def _held(self, headroom: int) -> records.Held | None:
+        """The engine's holdings, and what remains of the memory that was free before loading."""
+        if not self.holdings:
+            return None
+        parts = {f"{name}_bytes": size for name, size in self.holdings.items()}
+        rest = self.engine.budget().free_before_load_bytes - headroom - sum(parts.values())
+        return records.Held(**parts, other_bytes=max(0, rest))
 
     def _slope(self, judged: Run | None, need: records.Need | None) -> tuple[advising.Point, ...]:
         """Device transients by size of the shape that is judged.
@@ -560,6 +594,7 @@ class Session:
                 total_bytes=self.before.total_bytes,
                 warmed_bytes=self.before.free_bytes - self.idle.free_bytes,
                 boot_peak=_ledgers(self.boot_peak),
+                held=part.held,
             ),
             need=part.need,
             shapes=list(part.shapes),
@@ -643,6 +678,7 @@ def _shape_run(run: Run) -> records.ShapeRun:
         oom=oom,
         made_of=_made_of(run),
         routing=_routing(run),
+        timeline=_timeline(run),
     )
 
 
@@ -654,3 +690,10 @@ def _made_of(run: Run) -> records.MadeOf | None:
 def _routing(run: Run) -> records.Routing | None:
     seen = run.observed.routing if run.observed else None
     return None if seen is None else records.Routing(seen.experts, list(seen.distinct), list(seen.largest_load))
+
+
+def _timeline(run: Run) -> records.Timeline | None:
+    seen = run.observed.timeline if run.observed else None
+    if seen is None:
+        return None
+    return records.Timeline(list(seen.layers), {name: list(sizes) for name, sizes in seen.components.items()})

@@ -1,4 +1,4 @@
-"""What a peak is made of: the allocator's own history of one chunk, read for the moment when most was held."""
+"""What a chunk holds: the allocator's own history of one chunk, read for its highest moment and over its course."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ class Block:
     frames: tuple[Frame, ...]
 
 
+# A layer that begins, or -1 where none runs any more, after so many allocations of the process.
+Mark = tuple[int, int]
+
+# Of a timeline, about: as many as a picture can show, and few enough that a record stays small.
+TIMELINE_POINTS = 160
+_POINTS_OUTSIDE = 8
+
+
 @dataclass(frozen=True)
 class Composition:
     """The peak of one chunk over idle, by component.
@@ -33,6 +41,19 @@ class Composition:
     components: dict[str, int]
     largest_bytes: int
     largest_site: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live memory over one chunk: of every layer the highest moments of equal stretches of allocations and frees.
+
+    Attributes:
+        layers: of each moment, the layer that ran; -1 before the first one and after the last.
+        components: of each component, bytes held at each moment, the component that holds most at the peak first.
+    """
+
+    layers: tuple[int, ...]
+    components: dict[str, tuple[int, ...]]
 
 
 def blocks_at_peak(events: Iterable[dict[str, Any]]) -> list[Block]:
@@ -58,10 +79,7 @@ def blocks_at_peak(events: Iterable[dict[str, Any]]) -> list[Block]:
             now -= live.pop(event["addr"])["size"]
     if stale:
         held = list(live.values())
-    return [
-        Block(int(event["size"]), tuple((f["filename"], int(f["line"]), f["name"]) for f in event.get("frames", ())))
-        for event in held
-    ]
+    return [Block(int(event["size"]), _frames(event)) for event in held]
 
 
 def compose(blocks: Sequence[Block], place: Place) -> Composition | None:
@@ -75,3 +93,75 @@ def compose(blocks: Sequence[Block], place: Place) -> Composition | None:
     largest = max(blocks, key=lambda block: block.size_bytes)
     ordered = dict(sorted(sums.items(), key=lambda item: -item[1]))
     return Composition(ordered, largest.size_bytes, place(largest.frames)[1])
+
+
+def timeline(events: Sequence[dict[str, Any]], marks: Sequence[Mark], before: int, place: Place) -> Timeline | None:
+    """Live memory over the chunk, by component; None where nothing was allocated.
+
+    Every layer has as many moments as any other; what comes before and after all of them has few.
+
+    Args:
+        events: as for ``blocks_at_peak``.
+        marks: in order.
+        before: allocations of the process before the first event, as marks count them.
+        place: called once for every stack.
+    """
+    places: dict[tuple[Frame, ...], str] = {}
+    live: dict[int, tuple[str, int]] = {}
+    held: dict[str, int] = {}
+    now, moments = 0, []
+    parts = _by_layer(events, marks, before)
+    each = max(1, TIMELINE_POINTS // max(1, sum(layer >= 0 for layer, _ in parts)))
+    for layer, steps in parts:
+        stretch = -(-len(steps) // (each if layer >= 0 or len(parts) == 1 else min(each, _POINTS_OUTSIDE)))
+        for first in range(0, len(steps), stretch):
+            highest = (now, layer, dict(held))
+            for event in steps[first : first + stretch]:
+                if event["action"] == "alloc":
+                    frames = _frames(event)
+                    if frames not in places:
+                        places[frames] = place(frames)[0]
+                    component, size = places[frames], int(event["size"])
+                    live[event["addr"]] = (component, size)
+                    now, held[component] = now + size, held.get(component, 0) + size
+                    if now > highest[0]:
+                        highest = (now, layer, dict(held))
+                elif event["addr"] in live:
+                    component, size = live.pop(event["addr"])
+                    now, held[component] = now - size, held[component] - size
+            moments.append(highest)
+    if not any(total for total, _, _ in moments):
+        return None
+    at_peak = max(moments, key=lambda moment: moment[0])[2]
+    return Timeline(
+        layers=tuple(layer for _, layer, _ in moments),
+        components={
+            name: tuple(parts.get(name, 0) for _, _, parts in moments)
+            for name in sorted(held, key=lambda name: -at_peak.get(name, 0))
+        },
+    )
+
+
+def _by_layer(
+    events: Sequence[dict[str, Any]], marks: Sequence[Mark], before: int
+) -> list[tuple[int, list[dict[str, Any]]]]:
+    """The allocations and frees among ``events``, in order, by the layer that ran.
+
+    A layer begins with its first allocation: what happens between two layers is the first one's.
+    """
+    begins = [mark for mark, then in zip(marks, [*marks[1:], (0, -1)], strict=False) if mark[1] >= 0 or then[1] < 0]
+    waiting, count = begins[::-1], before
+    parts: list[tuple[int, list[dict[str, Any]]]] = [(-1, [])]
+    for event in events:
+        if event["action"] not in ("alloc", "free_completed"):
+            continue
+        if event["action"] == "alloc":
+            while waiting and waiting[-1][0] <= count:
+                parts.append((waiting.pop()[1], []))
+            count += 1
+        parts[-1][1].append(event)
+    return [(layer, steps) for layer, steps in parts if steps]
+
+
+def _frames(event: dict[str, Any]) -> tuple[Frame, ...]:
+    return tuple((f["filename"], int(f["line"]), f["name"]) for f in event.get("frames", ()))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from prefill_probe.composition import Frame
+from prefill_probe.composition import Frame, Mark
 from prefill_probe.meter import Meter
 from prefill_probe.shape import Limits, Shape
 
@@ -178,6 +178,15 @@ class Engine(Protocol):
 
     def observe(self) -> AbstractContextManager[list[Routing]]:
         """Context manager around one chunk; its list holds what the routers chose, if the model has any."""
+
+    def layers(self) -> AbstractContextManager[list[Mark]]:
+        """Context manager around one chunk; its list holds ``meter.allocations()`` as each layer began and ended."""
+
+    def holdings(self) -> dict[str, int]:
+        """What the engine holds on the device when idle: bytes by component, each storage once.
+
+        The components are those of ``record.Held``; what belongs to none of them is left out. Nothing is allocated.
+        """
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, in rank order; ``[value]`` without tensor parallelism."""

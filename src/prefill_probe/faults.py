@@ -13,7 +13,7 @@ from typing import Any
 
 from prefill_probe.sizes import MIB, parse_size
 
-EX_OK, EX_UNAVAILABLE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 69, 70, 75, 78
+EX_OK, EX_USAGE, EX_UNAVAILABLE, EX_SOFTWARE, EX_TEMPFAIL, EX_CONFIG = 0, 2, 69, 70, 75, 78
 
 
 class PrefillProbeError(RuntimeError):

@@ -32,6 +32,8 @@ from prefill_probe.neighbours import Load, Neighbours, Nvml
 
 # Of one chunk: a hundred allocations a layer, each with its frees, of the deepest models at hand, several times over.
 _TRACE_EVENTS = 200_000
+# The allocator's pool that is not private to anything.
+_SHARED_POOL = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ class Meter(Protocol):
         Empty where the allocator keeps no history.
         """
 
+    def allocations(self) -> int:
+        """How many blocks the allocator has handed out so far: a position in what ``trace`` notes."""
+
+    def graph_bytes(self) -> int:
+        """What the private pools of captured graphs have taken from the device."""
+
     def forget_peaks(self) -> None:
         """Reset the peak statistics, so that the probe's own peak is not taken for the engine's."""
 
@@ -202,6 +210,14 @@ class CudaMeter:
             with contextlib.suppress(Exception):
                 events += memory._snapshot()["device_traces"][self._device.index or 0]
                 memory._record_memory_history(enabled=None)
+
+    def allocations(self) -> int:
+        return int(self._cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
+
+    def graph_bytes(self) -> int:
+        segments = self._cuda.memory_snapshot()
+        private = [each for each in segments if tuple(each.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL]
+        return sum(int(each["total_size"]) for each in private if each.get("device", 0) == (self._device.index or 0))
 
     def forget_peaks(self) -> None:
         self._cuda.reset_peak_memory_stats(self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import types
 import typing
@@ -15,6 +16,8 @@ from typing import Any
 
 SCHEMA = 1
 VERDICTS = ("fits", "tight", "does-not-fit", "inconclusive", "fault")
+# A list of numbers over several lines. No string can look like it: in JSON text a string has no line breaks.
+_NUMBERS = re.compile(r"\[(\n\s+-?\d[^\[\]{}\"]*)\]")
 
 
 class RecordError(ValueError):
@@ -49,6 +52,14 @@ class MadeOf:
 
 
 @dataclass(frozen=True)
+class Timeline:
+    """Live memory over the chunk: of each moment the layer that ran (-1: none), and bytes by component."""
+
+    layers: list[int]
+    components: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
 class Routing:
     """What the routers chose, by MoE layer: experts that were hit, and tokens of the most loaded one."""
 
@@ -61,7 +72,7 @@ class Routing:
 class ShapeRun:
     """One run of one shape: ``run`` is cold, warm or virtual; ``outcome`` is ok, oom, fault or timeout.
 
-    ``made_of`` and ``routing`` are noted in one run of the worst shape.
+    ``made_of``, ``routing`` and ``timeline`` are noted in one run of the worst shape.
     """
 
     name: str
@@ -76,6 +87,7 @@ class ShapeRun:
     oom: Oom | None = None
     made_of: MadeOf | None = None
     routing: Routing | None = None
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,30 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Where memory that was free before loading is when the engine is idle, in bytes.
+
+    All but the last are sums of the engine's own tensors, each storage once; ``graphs_bytes`` adds the private pools
+    of captured graphs. ``other_bytes`` is the remainder: kernels, handles, workspaces, tables, rounding, and what
+    others took meanwhile (0 where others gave back more than all that).
+    """
+
+    weights_bytes: int
+    expert_cache_bytes: int
+    kv_pool_bytes: int
+    state_pool_bytes: int
+    graphs_bytes: int
+    other_bytes: int
+
+
+@dataclass(frozen=True)
 class Memory:
     """Memory around the probe, in bytes.
 
     ``free_after_graphs_bytes`` is free memory when the probe began; ``headroom_bytes`` what the process can obtain
     when idle and warm; ``warmed_bytes`` what the first run left behind for good (modules, handles).
     ``boot_peak`` is what the engine's own start had peaked at, over the device's whole use, before any reset.
+    ``held`` says where the rest of ``free_before_load_bytes`` is, beside ``headroom_bytes``.
     """
 
     free_before_load_bytes: int
@@ -103,6 +133,7 @@ class Memory:
     total_bytes: int
     warmed_bytes: int = 0
     boot_peak: Ledgers | None = None
+    held: Held | None = None
 
 
 @dataclass(frozen=True)
@@ -183,11 +214,12 @@ class ProbeRecord:
     schema: int = field(default=SCHEMA)
 
     def to_json(self) -> str:
-        """The document, indented, with a final newline."""
+        """The document, indented, lists of numbers in one line each, with a final newline."""
         document = dataclasses.asdict(self)
         first = ("schema", "created", "verdict", "device", "adapted")
         ordered = {key: document.pop(key) for key in first} | document
-        return json.dumps(ordered, indent=2, allow_nan=False) + "\n"
+        text = json.dumps(ordered, indent=2, allow_nan=False)
+        return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ProbeRecord:
@@ -272,8 +304,8 @@ def write_record(record: ProbeRecord, path: Path) -> None:
     replace_file(path, record.to_json())
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``: readable by its owner alone, whole or not at all (write, fsync, rename).
+def replace_file(path: Path, content: str | bytes, mode: int = 0o600) -> None:
+    """Write ``content`` to ``path``, whole or not at all (write, fsync, rename).
 
     Raises:
         OSError: the file cannot be written; nothing is left behind.
@@ -281,9 +313,10 @@ def replace_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         Path(temporary).replace(path)
     except BaseException:

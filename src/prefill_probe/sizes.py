@@ -48,6 +48,11 @@ def mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB"
 
 
+def shown(size: int) -> str:
+    """``size`` bytes in the unit that suits it: GiB from one on, MiB below."""
+    return gib(size) if abs(size) >= GIB else mib(size)
+
+
 def gib(size: int) -> str:
     """``size`` bytes as GiB with two decimals, ``"1.64 GiB"``."""
     return f"{size / GIB:.2f} GiB"

@@ -25,7 +25,7 @@ def test_help_imports_no_torch_and_every_command_carries_an_example() -> None:
     code += "try:\n    main()\nexcept SystemExit:\n    print('torch' in sys.modules, 'structlog' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"
-    for command in (["check"], ["show"], ["hook", "status"]):
+    for command in (["check"], ["show"], ["hook", "status"], ["systemd"]):
         status, output = invoke(*command, "--help")
         assert status == 0
         assert "Example:" in output

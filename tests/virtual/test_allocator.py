@@ -125,6 +125,32 @@ def test_memory_of_a_captured_graph_stays_until_the_graph_is_gone() -> None:
     assert one.reserved == 20 * MIB
 
 
+@pytest.mark.parametrize("expandable", [True, False])
+def test_the_pools_of_graphs_are_told_apart_from_the_rest(expandable: bool) -> None:
+    one = allocator(expandable=expandable)
+    one.allocate(30 * MIB)
+    with one.capture(1):
+        kept = one.allocate(40 * MIB)
+        one.free(one.allocate(MIB))
+    assert one.graph_pools() == {1: 42 * MIB}
+    one.release_unused()
+    assert one.graph_pools() == {1: 42 * MIB}  # what a graph took stays with it
+    one.free(kept)
+    one.forget_graph(1)
+    one.release_unused()
+    assert one.graph_pools() == {}
+
+
+def test_every_allocation_is_counted_and_told_to_who_listens() -> None:
+    one = allocator()
+    heard: list[tuple[str, int]] = []
+    one.free(one.allocate(100))
+    one.on_event = lambda action, block: heard.append((action, block.requested))
+    one.free(one.allocate(700))
+    assert heard == [("alloc", 700), ("free_completed", 700)]
+    assert one.allocations == 2
+
+
 def test_a_block_is_taken_back_once() -> None:
     one = allocator()
     block = one.allocate(1)

@@ -14,6 +14,7 @@ _COMMANDS = {
     "estimate": "Try an engine command line on a virtual GPU.",
     "hook": "Whether `ft serve` of this environment is probed.",
     "show": "Show the last record of this machine, or FILE.",
+    "systemd": "A smoke test, and a drop-in for an engine's service.",
 }
 
 

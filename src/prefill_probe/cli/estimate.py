@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prefill_probe.cli.engine_command import enter_unit, serve_arguments
 from prefill_probe.faults import EX_UNAVAILABLE
 from prefill_probe.settings import parse_report, parse_seconds
 from prefill_probe.sizes import parse_size
@@ -72,6 +73,7 @@ def _ratio(text: str) -> float:
 @click.option("--memory-ratio", type=_Checked("ratio", _ratio), help="Instead of what the command line says.")
 @click.option("--model", metavar="DIR", help="Instead of what the command line says.")
 @click.option("--layers", type=click.IntRange(min=1), help="Of the reference engine's model.  [default: 4]")
+@click.option("--unit", metavar="FILE", type=click.Path(path_type=Path), help="The command of this systemd unit.")
 @click.option("--margin", type=_Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]")
 @click.option("--timeout", type=_Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]")
 @click.option("--report", type=_Checked("file", parse_report), help="Write the record to this file.")
@@ -86,6 +88,7 @@ def estimate(
     memory_ratio: float | None,
     model: str | None,
     layers: int | None,
+    unit: Path | None,
     margin: int | None,
     timeout: float | None,
     report: Path | None,
@@ -103,14 +106,19 @@ def estimate(
       prefill-probe estimate --vram 15.5GiB -- ft serve --model DIR --memory-ratio 0.95
       prefill-probe estimate --vram 15.5GiB
     """
-    if not command:
+    if unit is None and not command:
         options = {"model": model, "layers": layers}
         flags = {"memory_ratio": memory_ratio, "max_prefill_length": max_prefill_length}
         _estimate_reference(options | flags, _card(vram, gpu, capability), margin, timeout, report, as_json)
         return
     if layers is not None:
         raise click.UsageError("--layers is the reference engine's; an engine has the layers of its model")
-    arguments = _serve_arguments(command)
+    if unit is not None:
+        # What is given here is meant from here; the unit has a directory of its own.
+        report = report.absolute() if report is not None else None
+        model = str(Path(model).absolute()) if model is not None and Path(model).exists() else model
+        command = enter_unit(unit, command)
+    arguments = serve_arguments(command)
     for flag, value in (("--model", model), ("--memory-ratio", memory_ratio)):
         if value is not None:
             arguments += [flag, str(value)]
@@ -142,7 +150,7 @@ def _estimate_reference(
     from prefill_probe.reference import estimate_reference
 
     given = {name: value for name, value in options.items() if value is not None}
-    _finish(lambda settings: estimate_reference(card, settings, **given), margin, timeout, report, as_json, table=True)
+    _finish(lambda settings: estimate_reference(card, settings, **given), margin, timeout, report, as_json)
 
 
 def _finish(
@@ -151,13 +159,11 @@ def _finish(
     timeout: float | None,
     report: Path | None,
     as_json: bool,
-    *,
-    table: bool = False,
 ) -> None:
-    """Run the probe, write and print its record, and end with its status. ``table``: print every run as well."""
+    """Run the probe, write and print its record, and end with its status."""
     from prefill_probe.record import write_record
-    from prefill_probe.render.shapes import shapes_table
-    from prefill_probe.render.text import error_for, log_line
+    from prefill_probe.render.screen import screen, terminal_width
+    from prefill_probe.render.text import error_for
     from prefill_probe.settings import ProbeSettings
     from prefill_probe.virtual.errors import MissingError, ModelError, StartError, StartFault, UntraceableError
 
@@ -176,25 +182,9 @@ def _finish(
     if as_json:
         click.echo(record.to_json(), nl=False)
     else:
-        if table:
-            click.echo(shapes_table(record) + "\n")
-        click.echo(log_line(record))
-        if stopped_by is not None:
-            click.echo(f"{type(stopped_by).__name__}: {stopped_by}")
+        click.echo(screen(record, terminal_width()), color=False if os.environ.get("NO_COLOR") else None)
     if stopped_by is not None:
         raise SystemExit(stopped_by.exit_status)
-
-
-def _serve_arguments(command: tuple[str, ...]) -> list[str]:
-    """What follows ``ft serve`` in a command line.
-
-    Raises:
-        click.UsageError: it is not one.
-    """
-    if len(command) < 2 or Path(command[0]).name not in ("ft", "freetoken") or command[1] != "serve":
-        given = " ".join(command[:2]) or "nothing"
-        raise click.UsageError(f"after -- comes the engine's command line, ft serve --model DIR ..., not {given}")
-    return list(command[2:])
 
 
 def _card(vram: int | None, gpu: str | None, capability: tuple[int, int] | None) -> Card:

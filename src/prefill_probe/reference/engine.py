@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from prefill_probe import __version__
-from prefill_probe.composition import Frame
+from prefill_probe.composition import Frame, Mark
 from prefill_probe.engine import Budget, Geometry, Identity, PlanRefused, Routing, ShapeRefused
 from prefill_probe.machine import gpu_of, versions_of
 from prefill_probe.meter import CudaMeter, Meter
@@ -26,6 +26,7 @@ from prefill_probe.reference.gdn import CHUNK
 from prefill_probe.reference.model import Model
 from prefill_probe.reference.pools import PAGE_TOKENS, KvPool, StatePool, page_bytes
 from prefill_probe.reference.sites import place_of, site_of
+from prefill_probe.reference.weights import tensor_bytes
 from prefill_probe.shape import DECODE_PROMPT_TOKENS, Limits, Sequence, Shape
 
 T = TypeVar("T")
@@ -365,6 +366,26 @@ class ReferenceEngine:
             if loads:
                 distinct = tuple(int((load > 0).sum()) for load in loads)
                 found.append(Routing(self._config.experts, distinct, tuple(int(load.max()) for load in loads)))
+
+    @contextlib.contextmanager
+    def layers(self) -> Iterator[list[Mark]]:
+        marks: list[Mark] = []
+        before = self._model.entered
+        self._model.entered = lambda number: marks.append((self.meter.allocations(), number))
+        try:
+            yield marks
+        finally:
+            self._model.entered = before
+
+    def holdings(self) -> dict[str, int]:
+        """The routed experts are among the weights: all of them are here, and none is a cache's."""
+        return {
+            "weights": tensor_bytes(self._model),
+            "expert_cache": 0,
+            "kv_pool": tensor_bytes(self._kv),
+            "state_pool": tensor_bytes(self._states),
+            "graphs": self.meter.graph_bytes() + tensor_bytes(self._step),
+        }
 
     def gather(self, value: T) -> list[T]:
         return [value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -19,6 +21,7 @@ class Model:
 
     Attributes:
         experts: that set.
+        entered: called with the number of each layer of a chunk as it begins, and with -1 after the last.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -28,12 +31,15 @@ class Model:
         self._layers = [_Layer(config, number, self.experts, device) for number in range(len(config.kinds))]
         self._norm = ones(config.hidden_size, device)
         self._head = matrix(config.vocab_size, config.hidden_size, device=device)
+        self.entered: Callable[[int], None] = lambda number: None
 
     def prefill(self, batch: Prefill, kv: KvPool, states: StatePool) -> torch.Tensor:
         """One chunk; scores (len(batch.last), vocabulary) of the tokens that follow."""
         x = self._embed(batch.ids)
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            self.entered(number)
             layer.prefill(x, batch, kv, states)
+        self.entered(-1)
         return self._scores(x[batch.last])
 
     def decode(self, batch: Decode, kv: KvPool, states: StatePool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from prefill_probe.faults import (
     PrefillTimeoutError,
 )
 from prefill_probe.record import Advice, ProbeRecord, ShapeRun
-from prefill_probe.sizes import gib, mib
+from prefill_probe.sizes import MIB, gib, mib
 
 
 def error_for(record: ProbeRecord) -> PrefillProbeError | None:
@@ -28,54 +28,67 @@ def error_for(record: ProbeRecord) -> PrefillProbeError | None:
 
 
 def log_line(record: ProbeRecord) -> str:
-    """The verdict in one line."""
+    """The verdict in one line, with what else bears on it."""
+    notes = "".join(f"; {one_line(note)}" for note in record.notes) if record.need is not None else ""
+    took = f" ({record.timings.get('probe_seconds', 0):.1f} s)" if record.need is not None else ""
+    return verdict_text(record) + notes + took
+
+
+def one_line(text: str) -> str:
+    """``text`` without its line breaks."""
+    return " ".join(text.split())
+
+
+def verdict_text(record: ProbeRecord) -> str:
+    """The verdict and its numbers, in one line."""
     chunk = f"a prefill chunk of {record.chunk.effective} tokens"
     if record.need is None:
-        return f"{record.verdict}: {chunk} did not come back"
+        kind = f" ({record.fault.kind})" if record.verdict == "fault" and record.fault else ""
+        return f"{record.verdict}: {chunk} did not come back{kind}"
     about = "about " if record.need.estimated else ""
     headroom, need = record.memory.headroom_bytes, record.need.device_bytes
     line = f"{record.verdict}: {chunk} needs {about}{mib(need)}, headroom {mib(headroom)}"
     if record.verdict in ("fits", "tight"):
         line += f", leaves {mib(headroom - need)}"
+    if record.verdict == "does-not-fit" and need > headroom:
+        line += f", short {about}{mib(need - headroom)}"
     if record.verdict == "tight":
         line += f" (margin {mib(record.memory.margin_bytes)})"
-    if record.notes:
-        line += "; " + "; ".join(record.notes)
-    return f"{line} ({record.timings.get('probe_seconds', 0):.1f} s)"
+    return line
 
 
 def oom_text(record: ProbeRecord) -> str:
     """What does not fit, how much is missing, where it failed, and what to type next; one screen."""
     headroom = record.memory.headroom_bytes
-    lines = ["a full prefill chunk does not fit this GPU.", _row("chunk", _chunk(record))]
+    lines = ["a full prefill chunk does not fit this GPU.", row("chunk", chunk_text(record))]
     if record.need is not None:
         about = "about " if record.need.estimated else ""
         need = record.need.device_bytes
         lines.append(
-            _row(
+            row(
                 "needs",
                 f"{about}{gib(need)}   headroom after CUDA graphs {gib(headroom)}   "
                 f"short {about}{gib(max(0, need - headroom))}",
             )
         )
     else:
-        lines.append(_row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
-    lines += _shape(record)
+        lines.append(row("needs", f"more than the headroom after CUDA graphs, {gib(headroom)}; no chunk came back"))
+    lines += shape_rows(record)
     if failed := next((run for run in reversed(record.shapes) if run.outcome == "oom"), None):
-        lines.append(_row("failed in", _failure(failed)))
-    lines += _held_by(record)
-    lines += _ranks(record)
-    lines += _neighbours(record)
-    lines += [_row("note", note) for note in record.notes]
-    lines += _advice(record)
+        lines.append(row("failed in", failure_text(failed)))
+    lines += held_by_rows(record)
+    lines += rank_rows(record)
+    lines += neighbour_rows(record)
+    lines += [row("note", one_line(note)) for note in record.notes]
+    lines += advice_lines(record)
     return "\n".join(lines)
 
 
 def inconclusive_text(record: ProbeRecord) -> str:
     """What disturbed the measurement, and who holds memory."""
-    lines = ["the measurement of a full prefill chunk was disturbed; try again.", _row("chunk", _chunk(record))]
-    lines += [_row("because", note) for note in record.notes]
-    lines += _neighbours(record)
+    lines = ["the measurement of a full prefill chunk was disturbed; try again.", row("chunk", chunk_text(record))]
+    lines += [row("because", one_line(note)) for note in record.notes]
+    lines += neighbour_rows(record)
     return "\n".join(lines)
 
 
@@ -86,50 +99,51 @@ def fault_text(record: ProbeRecord) -> str:
         "time-out": "a full prefill chunk did not come back in time.",
         "unknown": "a full prefill chunk failed, for a reason that is not known.",
     }.get(kind, "a full prefill chunk failed, and not for lack of GPU memory.")
-    lines = [first, _row("chunk", _chunk(record))]
+    lines = [first, row("chunk", chunk_text(record))]
     if record.fault is not None:
-        lines.append(_row("fault", f"{record.fault.kind}: {record.fault.text}"))
+        lines.append(row("fault", f"{record.fault.kind}: {record.fault.text}"))
     if failed := next((run for run in reversed(record.shapes) if run.oom and run.oom.site), None):
         assert failed.oom is not None
-        lines.append(_row("failed in", failed.oom.site))
-    lines += _ranks(record)
-    lines += [_row("note", note) for note in record.notes]
+        lines.append(row("failed in", failed.oom.site))
+    lines += rank_rows(record)
+    lines += [row("note", one_line(note)) for note in record.notes]
     if record.fault is not None and record.fault.chunk_helps:
         lines.append("A smaller --max-prefill-length avoids it; a --memory-ratio does not.")
     lines.append("To serve without this check: --prefill-probe off")
     return "\n".join(lines)
 
 
-def _row(label: str, text: str) -> str:
+def row(label: str, text: str) -> str:
     return f"  {label:<12} {text}"
 
 
-def _chunk(record: ProbeRecord) -> str:
+def chunk_text(record: ProbeRecord) -> str:
     chunk = record.chunk
     given = f"--max-prefill-length {chunk.requested}"
     capped = f", capped by {chunk.capped_by}" if chunk.capped_by else ""
     return f"{chunk.effective} tokens ({given}{capped})"
 
 
-def _shape(record: ProbeRecord) -> list[str]:
+def shape_rows(record: ProbeRecord) -> list[str]:
     """What the chunk was made of, where it is not simply a prompt."""
     name = record.need.shape if record.need else "full chunk"
     run = next((run for run in reversed(record.shapes) if run.name == name), None)
     if run is None or (run.sequences == 1 and not run.cached_tokens):
         return []
     text = f"{name}: {run.sequences} prompts" if run.sequences > 1 else f"{name}: after {run.cached_tokens} tokens"
-    return [_row("shape", text)]
+    return [row("shape", text)]
 
 
-def _held_by(record: ProbeRecord) -> list[str]:
+def held_by_rows(record: ProbeRecord) -> list[str]:
     """The components that held most at the peak, or when it failed."""
     made = next((run.made_of for run in reversed(record.shapes) if run.made_of), None)
     if made is None:
         return []
-    return [_row("held by", ", ".join(f"{name} {mib(size)}" for name, size in list(made.components.items())[:4]))]
+    largest = [f"{name} {mib(size)}" for name, size in made.components.items() if size >= MIB]
+    return [row("held by", ", ".join(largest[:4]))] if largest else []
 
 
-def _failure(run: ShapeRun) -> str:
+def failure_text(run: ShapeRun) -> str:
     assert run.oom is not None
     text = run.oom.site or "an unknown place"
     if run.oom.requested_bytes is not None:
@@ -141,7 +155,7 @@ def _failure(run: ShapeRun) -> str:
     return text
 
 
-def _advice(record: ProbeRecord) -> list[str]:
+def advice_lines(record: ProbeRecord) -> list[str]:
     ran = [line for line in record.advice if line.was_run]
     calculated = [line for line in record.advice if not line.was_run and line.peak_bytes is not None]
     refused = [line for line in record.advice if line.peak_bytes is None and line.reason]
@@ -163,33 +177,37 @@ def _advice(record: ProbeRecord) -> list[str]:
         lines.append(
             f"Not even a chunk of {smallest} tokens came back: lower --memory-ratio, or free memory on this GPU."
         )
-    lines += [f"Not run: {_flags(line)} (peak about {mib(line.peak_bytes or 0)}): {line.reason}" for line in untried]
-    lines += [f"Does not help: {_flags(line)}: {line.reason}" for line in refused]
+    lines += [
+        f"Not run: {flags_text(line)} (peak about {mib(line.peak_bytes or 0)}): {line.reason}" for line in untried
+    ]
+    lines += [f"Does not help: {flags_text(line)}: {line.reason}" for line in refused]
     if others:
-        lines.append("Also possible, not run: " + "; ".join(f"{_flags(line)} ({line.cost})" for line in others))
+        lines.append("Also possible, not run: " + "; ".join(f"{flags_text(line)} ({line.cost})" for line in others))
     lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
     return lines
 
 
-def _ranks(record: ProbeRecord) -> list[str]:
+def rank_rows(record: ProbeRecord) -> list[str]:
     """The ranks that the verdict is about, where there are several."""
     worst = [f"rank {rank.rank}" for rank in record.ranks if rank.verdict == record.verdict]
-    return [_row("on", ", ".join(worst))] if len(record.ranks) > 1 else []
+    return [row("on", ", ".join(worst))] if len(record.ranks) > 1 else []
 
 
-def _neighbours(record: ProbeRecord) -> list[str]:
+def neighbour_rows(record: ProbeRecord) -> list[str]:
     return [
-        _row("also on it", f"process {neighbour.pid} holds {mib(neighbour.bytes)}")
+        row("also on it", f"process {neighbour.pid} holds {mib(neighbour.bytes)}")
         for neighbour in sorted(record.neighbours or [], key=lambda each: -each.bytes)[:3]
     ]
 
 
 def _measured(record: ProbeRecord) -> str:
-    peaks = {run.new_tokens: run.peak.device_bytes for run in record.shapes if run.outcome == "ok"}
+    # What was run over the leavings of others says nothing of its own size.
+    runs = [run for run in record.shapes if run.outcome == "ok" and "nothing handed back" not in run.name]
+    peaks = {run.new_tokens: run.peak.device_bytes for run in runs}
     return ", ".join(f"{tokens} tokens: {mib(peak)}" for tokens, peak in sorted(peaks.items()))
 
 
-def _flags(line: Advice) -> str:
+def flags_text(line: Advice) -> str:
     def shown(value: Any) -> str:
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
@@ -200,7 +218,7 @@ def _table(advice: list[Advice], about: str) -> list[str]:
     """One line each: the flags, the peak under them, what they leave, and what they cost."""
     columns = [
         (
-            _flags(line),
+            flags_text(line),
             f"peak {about}{mib(line.peak_bytes or 0)}, leaves {about}{mib(line.leaves_bytes or 0)}",
             line.cost,
         )

@@ -105,11 +105,13 @@ class Pool:
 
     Attributes:
         page: by which it grows.
+        reserved: bytes that it has taken from the device.
         free: (stream, size, address, block).
         unmapped: (stream, address, block).
     """
 
     page: int
+    reserved: int = 0
     free: list[tuple[int, int, int, Block]] = field(default_factory=list)
     unmapped: list[tuple[int, int, Block]] = field(default_factory=list)
 
@@ -148,8 +150,9 @@ class Allocator:
 
     Attributes:
         allocated, reserved: bytes handed out, and bytes taken from the device.
+        allocations: how many blocks were handed out so far.
+        on_event: called with ``"alloc"`` or ``"free_completed"`` and the block, if it is not None.
         peak_allocated, peak_reserved: their highest values since ``forget_peaks``.
-        notes: called with every block that was handed out or taken back, while somebody keeps a history.
     """
 
     def __init__(self, device_free: Callable[[int], int], total: int, *, expandable: bool = False) -> None:
@@ -161,7 +164,8 @@ class Allocator:
         self._capturing: int | None = None
         self._next_address = _FIRST_ADDRESS
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self.notes: Callable[[Block], None] | None = None
+        self.allocations = 0
+        self.on_event: Callable[[str, Block], None] | None = None
 
     # What callers use ------------------------------------------------------------------------------------------
 
@@ -188,8 +192,9 @@ class Allocator:
         block.allocated, block.requested = True, size
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        if self.notes is not None:
-            self.notes(block)
+        self.allocations += 1
+        if self.on_event is not None:
+            self.on_event("alloc", block)
         return block
 
     def free(self, block: Block) -> None:
@@ -202,8 +207,8 @@ class Allocator:
             raise ValueError("this block is free already")
         block.allocated = False
         self.allocated -= block.size
-        if self.notes is not None:
-            self.notes(block)
+        if self.on_event is not None:
+            self.on_event("free_completed", block)
         self._merge_and_put(block)
 
     def release_unused(self) -> None:
@@ -254,15 +259,24 @@ class Allocator:
             for _, _, _, block in pool.free
         )
 
+    def graph_pools(self) -> dict[int, int]:
+        """Bytes that the pools of captured graphs have taken from the device, by pool."""
+        return {key: pools.small.reserved + pools.large.reserved for key, pools in self._graphs.items()}
+
     # How it works ----------------------------------------------------------------------------------------------
 
-    def _reserve(self, size: int) -> bool:
-        """Take ``size`` bytes from the device, if it has them."""
+    def _reserve(self, pool: Pool, size: int) -> bool:
+        """Take ``size`` bytes from the device for ``pool``, if it has them."""
         if size > self.device_free:
             return False
+        pool.reserved += size
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
+
+    def _give_back(self, pool: Pool, size: int) -> None:
+        pool.reserved -= size
+        self.reserved -= size
 
     def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The smallest free block that is large enough; of expandable ones, rather one with little room to grow."""
@@ -283,7 +297,7 @@ class Allocator:
         """A free block of at least ``size`` bytes, from the device; None if it has no room."""
         if self.expandable:
             return self._extend(pool, size, stream)
-        if not self._reserve(size):
+        if not self._reserve(pool, size):
             return None
         segment = self._new_segment(size)
         return Block(stream, pool, segment, segment.start, size)
@@ -326,10 +340,9 @@ class Allocator:
 
     def _map(self, block: Block, size: int) -> bool:
         """Back the first ``size`` bytes of a block by whole pages; then it is free, merged with its neighbours."""
-        mapped = round_up(size, block.segment.page)
-        if not self._reserve(mapped):
+        pool, mapped = block.pool, round_up(size, block.segment.page)
+        if not self._reserve(pool, mapped):
             return False
-        pool = block.pool
         pool.take(block)
         if mapped < block.size:
             start = block.address + mapped
@@ -378,7 +391,7 @@ class Allocator:
                     self._unmap(block)
                 elif block.alone:
                     pool.take(block)
-                    self.reserved -= block.size
+                    self._give_back(pool, block.size)
 
     def _unmap(self, block: Block) -> None:
         """Give the whole pages of a free block back; what is left of it at both ends stays free."""
@@ -400,7 +413,7 @@ class Allocator:
             _link(block, tail)
             pool.put(tail)
         block.address, block.size, block.mapped = first, end - first, False
-        self.reserved -= block.size
+        self._give_back(pool, block.size)
         self._merge_and_put(block)
         if block.alone:
             pool.take(block)

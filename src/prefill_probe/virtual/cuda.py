@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from prefill_probe.virtual.allocator import Allocator, Block
 from prefill_probe.virtual.device import Device
+from prefill_probe.virtual.history import History
 
 # What the driver would say of its version; engines only ask whether it is recent enough.
 CUDA_VERSION = "13.0"
 # Positions of the CUDA and the meta device in c10's list of device types.
 _CUDA_GUARD, _META_GUARD = 1, 14
-# Where this package's own frames lie.
-_OWN = str(Path(__file__).parent)
 _UUID = uuid.UUID("00000000-0000-4000-8000-000000000000")
 
 
@@ -201,43 +198,6 @@ class _Entered:
             self.stream.device_of_all.stream = self._outer.pop()
 
 
-class History:
-    """The allocator's history, as ``torch.cuda.memory`` keeps it: what was handed out to whom, and when it was back."""
-
-    def __init__(self, allocator: Allocator) -> None:
-        self._allocator = allocator
-        self._events: list[dict[str, Any]] = []
-
-    def record(self, enabled: str | None = "all", **_: Any) -> None:
-        """``_record_memory_history``: start anew, or stop."""
-        self._events = []
-        self._allocator.notes = self._note if enabled else None
-
-    def snapshot(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """``_snapshot``, as far as there is something to say of."""
-        return {"segments": [], "device_traces": [list(self._events)]}
-
-    def _note(self, block: Block) -> None:
-        event: dict[str, Any] = {"addr": block.address, "size": block.requested, "stream": block.stream}
-        if block.allocated:
-            event |= {"action": "alloc", "frames": _stack()}
-        else:
-            event["action"] = "free_completed"
-        self._events.append(event)
-
-
-def _stack() -> list[dict[str, Any]]:
-    """The Python frames of whoever asked for memory, innermost first."""
-    frames: list[dict[str, Any]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if frames or not code.co_filename.startswith(_OWN):
-            frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return frames
-
-
 @contextlib.contextmanager
 def answered(device: Device) -> Iterator[None]:
     """``torch.cuda`` speaks of ``device`` while the block runs, and is as before afterwards.
@@ -282,7 +242,6 @@ def _device_guard() -> Iterator[None]:
 def _answers(device: Device) -> dict[str, Any]:
     """By dotted name below ``torch``: what stands in for it."""
     card, allocator = device.card, device.allocator
-    history = History(allocator)
     stream_class = type("Stream", (Stream,), {"device_of_all": device})
     graph_class = type("CUDAGraph", (Graph,), {"device_of_all": device})
     state = SimpleNamespace(initialized=False)
@@ -333,7 +292,15 @@ def _answers(device: Device) -> dict[str, Any]:
             "allocated_bytes.all.peak": allocator.peak_allocated,
             "reserved_bytes.all.current": allocator.reserved,
             "reserved_bytes.all.peak": allocator.peak_reserved,
+            "allocation.all.allocated": allocator.allocations,
         }
+
+    def segments() -> list[dict[str, Any]]:
+        """Of the private pools alone; the shared one is asked for by nobody."""
+        pools = allocator.graph_pools()
+        return [{"device": 0, "segment_pool_id": (0, key), "total_size": size} for key, size in pools.items()]
+
+    history = History(allocator)
 
     def nothing() -> Callable[..., None]:
         return lambda *_, **__: None
@@ -387,7 +354,8 @@ def _answers(device: Device) -> dict[str, Any]:
         "nvtx.mark": nothing(),
         "memory._set_allocator_settings": set_allocator,
         "memory._record_memory_history": history.record,
-        "memory._snapshot": history.snapshot,
+        "memory._snapshot": lambda *_, **__: {"device_traces": [history.events]},
+        "memory_snapshot": segments,
         "memory.mem_get_info": lambda *_: (device.free_bytes, card.total_bytes),
     }
     return {f"cuda.{name}": value for name, value in ordinary.items()} | {"version.cuda": CUDA_VERSION}

@@ -114,6 +114,10 @@ class DeviceTensor(torch.Tensor):  # type: ignore[misc]
         offset: int = self.held.storage_offset() * self.held.element_size()
         return self.device_memory.address_of(self.held) + offset
 
+    def untyped_storage(self) -> Any:
+        """What stands for its storage, as long as that; where it is, ``data_ptr`` says."""
+        return self.held.untyped_storage()
+
     def record_stream(self, stream: Any) -> None:
         """Nothing: memory is free as soon as it is freed, whatever other streams do with it."""
 

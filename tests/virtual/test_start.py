@@ -1,0 +1,125 @@
+"""``prefill-probe check``'s child: a whole ``ft serve``, its ranks on a virtual GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from prefill_probe import stages
+from prefill_probe.geometry import make_model
+from prefill_probe.start import Tried, try_start
+
+pytestmark = pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment")
+READY = "API server is ready to serve"
+# The published incident.
+INCIDENT = [
+    "--max-running-requests", "1", "--cuda-graph-max-bs", "1", "--moe-cache-size", "512", "--memory-ratio", "0.95",
+    "--disable-moe-prefill-overlap", "--dummy-weight", "--text-model-only", "--port", "18931",
+]  # fmt: skip
+SITE = str(Path(__file__).parents[1] / "virtual_site")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "flash-next-nvfp4", layers=4)
+
+
+def tried(model: Path, *more: str, found: list[tuple[str, str]]) -> Tried:
+    return try_start(
+        [sys.executable, "-m", "freetoken.cli", "serve", "--model", str(model), *INCIDENT, *more],
+        {**os.environ, "VIRTUAL_VRAM": "15.5GiB", "PYTHONPATH": SITE, "HF_HUB_OFFLINE": "1"},
+        ready=READY,
+        progress=lambda stage, text: found.append((stage, text)),
+    )
+
+
+def left() -> str:
+    return subprocess.run(["pgrep", "-f", "freetoken-TP0|18931"], capture_output=True, text=True, check=False).stdout
+
+
+def test_a_start_is_followed_to_its_verdict_and_nothing_of_it_is_left(model: Path) -> None:
+    found: list[tuple[str, str]] = []
+    one = tried(model, "--max-prefill-length", "2048", found=found)
+    assert one.record is not None, "\n".join(one.log)
+    assert one.record.verdict in ("fits", "tight")
+    assert list(dict.fromkeys(stage for stage, _ in found)) == [
+        stages.LOAD, stages.CACHES, stages.GRAPHS, stages.CHUNK, stages.VERDICT,
+    ]  # fmt: skip
+    # It is ended before it answers anybody.
+    assert not any(READY in line for line in one.log)
+    assert left() == ""
+
+
+def test_a_chunk_that_does_not_fit_is_a_record_too(model: Path) -> None:
+    one = tried(model, "--max-prefill-length", "8192", found=[])
+    assert one.record is not None, "\n".join(one.log)
+    assert one.record.verdict == "does-not-fit"
+    assert any(line.was_run for line in one.record.advice)
+    assert left() == ""
+
+
+def test_flags_that_the_engine_refuses_are_its_own_message(model: Path) -> None:
+    one = tried(model, "--no-such-flag", found=[])
+    assert (one.record, one.exit_status) == (None, 2)
+    assert one.conclusion == (2, one.log[-1])
+    assert "--no-such-flag" in one.log[-1]
+
+
+def test_a_start_that_has_no_room_for_its_caches_says_how_far_it_came(model: Path) -> None:
+    one = tried(model, "--num-tokens", "200000000", found=[])
+    assert one.record is None
+    assert one.stage == stages.CACHES
+    status, text = one.conclusion
+    assert status == 78
+    assert text.startswith("does not fit: the engine ends while it makes its caches: torch.OutOfMemoryError: CUDA out")
+    assert left() == ""
+
+
+def test_a_start_whose_environment_has_no_hook_is_not_waited_for() -> None:
+    code = f"import time; print('INFO {READY} on 127.0.0.1', flush=True); time.sleep(60)"
+    one = try_start([sys.executable, "-c", code], os.environ, ready=READY)
+    assert one.conclusion[0] == 69
+    assert "no hook" in one.conclusion[1]
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "says"),
+    [
+        ((), 70, "does not say why"),
+        (("Traceback (most recent call last):", "KeyError: 'rope'"), 70, "KeyError: 'rope'"),
+        (("RuntimeError: cache budget too small: 3 pages",), 78, "cache budget too small"),
+        (
+            ("[core] PrefillFaultError: an earlier probe never came back", "  marker       /state/unfinished-1.json"),
+            70,
+            "PrefillFaultError: an earlier probe never came back\n  marker",
+        ),
+    ],
+)
+def test_what_a_start_without_a_verdict_ended_by(log: tuple[str, ...], status: int, says: str) -> None:
+    found, text = Tried(None, stages.LOAD, "", 1, log).conclusion
+    assert found == status
+    assert says in text
+
+
+def test_an_interrupt_ends_every_process_of_the_start(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from prefill_probe.start import try_start
+child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']);"
+child += "print(p.pid, flush=True); time.sleep(77)"
+try_start([sys.executable, "-c", child], os.environ, ready="never", echo=lambda line: print(line, flush=True))
+"""
+    for number in (2, 15):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert not Path(f"/proc/{grandchild}").exists() or "Z" in Path(f"/proc/{grandchild}/stat").read_text()
