@@ -63,6 +63,7 @@ def every_shape() -> dict[str, Any]:
             "verdict": record.verdict,
             "notes": record.notes,
             "runs": {run.name: [run.sequences, run.new_tokens, run.cached_tokens] for run in record.shapes},
+            "layers": [list(run.timeline.layers) for run in record.shapes if run.timeline],
             "changed": differing(before, left(engine)),
             "refused": refused(engine),
             "failures": failures(engine, device, before),

@@ -88,6 +88,21 @@ def test_the_pool_takes_what_the_ratio_leaves(found: dict[str, Any]) -> None:
     assert 14 * GIB < free < 15.5 * GIB
 
 
+def test_what_is_held_when_idle_is_named(found: dict[str, Any]) -> None:
+    held = found["incident"]["record"]["memory"]["held"]
+    assert held["kv_pool_bytes"] == found["incident"]["pool"][2]
+    # Four requests, a snapshot of each, and the slot that nobody gets; three layers.
+    assert held["state_pool_bytes"] == 9 * 3 * (48 * 128 * 128 * 4 + (16 + 16 + 48) * 128 * 4 * 2)
+    experts, vocabulary = 512 * 3 * 640 * 2560 * 2, 2 * 248320 * 2560 * 2
+    assert 1.0 < held["weights_bytes"] / (experts + vocabulary) < 1.1
+
+
+def test_a_watched_chunk_is_told_by_component_and_layer(found: dict[str, Any]) -> None:
+    watched = [run for run in found["incident"]["record"]["shapes"] if run["made_of"]]
+    assert {"gdn", "norm", "embedding"} <= set(watched[-1]["made_of"]["components"])
+    assert {0, 1, 2, 3} <= set(found["every shape"]["layers"][-1])
+
+
 def test_a_ratio_that_leaves_no_pool_is_refused(found: dict[str, Any]) -> None:
     assert "--memory-ratio is 0.20" in found["incident"]["refusal"]
 

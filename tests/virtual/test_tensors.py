@@ -171,3 +171,10 @@ def test_a_norm_that_a_gpu_has_one_kernel_for_takes_its_result_and_one_number_a_
         normed = torch.nn.functional.rms_norm(x, (2048,), weight, 1e-6)
     assert device.allocator.peak_allocated - before == 4096 * (2048 * 2 + 4)
     assert normed.is_contiguous()
+
+
+def test_an_operator_that_only_a_gpu_has_is_answered_by_shape_for_small_tensors_too(device: Device) -> None:
+    q, k, v = torch.zeros(3, 1, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (sums.shape, sums.dtype) == ((1, 4, 2), torch.float32)

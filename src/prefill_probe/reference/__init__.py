@@ -89,11 +89,14 @@ def check_reference(
         others: of ``booted_reference``.
 
     Raises:
-        ModelError, StartError, MissingError: as ``booted_reference``.
-        RuntimeError: no CUDA GPU answers.
+        ModelError, StartError, MissingError: as ``booted_reference``; MissingError also where no CUDA GPU answers.
     """
+    import torch
+
     from prefill_probe._probe import probe
 
+    if not torch.cuda.is_available():
+        raise MissingError("no CUDA GPU answers on this machine; prefill-probe estimate needs none")
     engine = booted_reference(
         model,
         layers=layers,

@@ -146,7 +146,12 @@ class ReferenceEngine:
         )
 
     def budget(self) -> Budget:
-        return Budget(self._flags.memory_ratio, self._free_before_load, ratio_governs=True, chunk_governs=True)
+        return Budget(
+            self._flags.memory_ratio,
+            self._free_before_load,
+            ratio_governs=page_bytes(self._config) > 0,
+            chunk_governs=True,
+        )
 
     def plan(self, memory_ratio: float) -> Geometry:
         return self._geometry(self._pages_at(memory_ratio))

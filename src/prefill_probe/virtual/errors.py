@@ -41,6 +41,6 @@ class StartFault(RuntimeError):
 
 
 class MissingError(RuntimeError):
-    """Something that the engine is made of is not installed; the text names it."""
+    """Something that the engine needs is not there, a package or a GPU; the text names it."""
 
     exit_status = EX_UNAVAILABLE

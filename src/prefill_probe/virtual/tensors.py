@@ -244,7 +244,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             for tensor in on_device:
                 self.need_known(tensor, func.name())
             return self._for_real(func, args, kwargs, on_device)
-        real = all(_is_real(tensor.held) for tensor in on_device)
+        real = all(_is_real(tensor.held) for tensor in on_device) and _has_host_kernel(func)
         if real and (_is_view(func) or _writes(func) or self._stays_small(func, args, kwargs, on_device)):
             return self._for_real(func, args, kwargs, on_device)
         return self._by_shape(func, args, kwargs, on_device)
@@ -444,6 +444,11 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **_placed(kwargs, "meta"))
     except NotImplementedError:
         raise UntraceableError(func.name(), "it has no rule for the shape of its result") from None
+
+
+def _has_host_kernel(func: Any) -> bool:
+    """Whether an operator can be computed in host memory; a few are a GPU's alone."""
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"))
 
 
 def _writes(func: Any) -> bool:
