@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from engine_hooks.freetoken import attach, planner, versions
+from engine_hooks.freetoken import attach, planner, switch, versions
 from engine_hooks.freetoken.boot_stages import told
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from prefill_probe import stages
@@ -36,6 +36,10 @@ def probed_init(original: Callable[..., None], scheduler: Any, config: Any, *arg
         PrefillProbeError: the verdict stops the boot (mode ``enforce``).
     """
     settings = ProbeSettings.from_environ(os.environ)
+    if settings.mode is not Mode.OFF and switch.is_off():
+        get_logger().warning(f"the prefill probe is {switch.SWITCHED_OFF}")
+        stages.tell(stages.UNPROBED, f"it is {switch.SWITCHED_OFF}")
+        settings = ProbeSettings(mode=Mode.OFF)
     if settings.mode is Mode.OFF or not attach.keeps_contract():
         original(scheduler, config, *args, **kwargs)
         return

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from memory_engine import MIB, MemoryEngine
 
+from engine_hooks.freetoken import switch
 from prefill_probe import ProbeSettings, probe
 from prefill_probe.cli import main
 from prefill_probe.record import write_record
@@ -57,14 +59,59 @@ def test_what_cannot_be_shown_is_one_line_and_bad_usage(tmp_path: Path, content:
     assert str(path) in output.splitlines()[-1]
 
 
-@pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment")
-def test_hook_status_names_the_version_and_the_mode() -> None:
+needs_engine = pytest.mark.skipif(
+    find_spec("freetoken") is None, reason="FreeToken is not installed in this environment"
+)
+
+
+def hook_status(code: str = "", **environment: str) -> tuple[int, list[str]]:
+    """The status in an interpreter of its own, after ``code``."""
     done = subprocess.run(
-        [sys.executable, "-c", "from prefill_probe.cli import main; main(['hook', 'status'])"],
+        [sys.executable, "-c", f"{code}\nfrom prefill_probe.cli import main; main(['hook', 'status'])"],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, **environment},
     )
-    assert done.returncode == 0, done.stderr
-    assert "FreeToken" in done.stdout
-    assert "PREFILL_PROBE=enforce" in done.stdout
+    return done.returncode, done.stdout.splitlines() or done.stderr.splitlines()
+
+
+@needs_engine
+def test_hook_status_says_in_three_lines_that_it_is_probed_by_what_and_which_engine() -> None:
+    status, (probed, by, engine) = hook_status()
+    assert (status, probed) == (0, "ft serve   probed at every start")
+    assert "prefill-probe" in by
+    assert "mode enforce" in by
+    assert "FreeToken" in engine
+    assert "internals as the hook knows them" in engine
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("code", "environment", "wrong"),
+    [
+        ("", {"PREFILL_PROBE": "off"}, "PREFILL_PROBE=off"),
+        ("import freetoken.moe.offload_cache as m; del m.OffloadMoeCache.reset", {}, "it lacks freetoken.moe.offload"),
+        ("from engine_hooks.freetoken import switch; switch.is_off = lambda: True", {}, "switched off"),
+        ("import sys; sys.meta_path = [f for f in sys.meta_path if 'Wait' not in str(f)]", {}, "start-up file"),
+    ],
+)
+def test_hook_status_says_what_is_wrong(code: str, environment: dict[str, str], wrong: str) -> None:
+    status, lines = hook_status(code, **environment)
+    assert status == 69
+    assert lines[0].startswith(f"ft serve   not probed: {wrong}") or wrong in lines[0]
+    assert len(lines) == 3
+
+
+def test_disable_and_enable_are_kept_until_the_other_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    for command, off in (("disable", True), ("disable", True), ("enable", False), ("enable", False)):
+        status, output = invoke("hook", command)
+        assert status == 0
+        assert switch.is_off() is off
+        assert len(output.splitlines()) == 1
+    (tmp_path / "share" / "prefill-probe").rmdir()
+    (tmp_path / "share" / "prefill-probe").write_text("in the way")
+    status, output = invoke("hook", "disable")
+    assert status == 2
+    assert "share/prefill-probe" in output.splitlines()[-1]

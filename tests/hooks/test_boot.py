@@ -152,3 +152,13 @@ def test_a_read_only_state_directory_is_a_warning_and_the_probe_runs(
     with boot._marked(MemoryEngine(MIB), Mode.ENFORCE, True, log) as wanted:  # type: ignore[arg-type]
         assert wanted
     assert [level for level, _ in log.lines] == ["warning"]
+
+
+def test_a_hook_that_is_switched_off_starts_the_engine_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(boot.switch, "is_off", lambda: True)
+    boot.probed_init(lambda *given: started.append(given), "scheduler", "config")
+    assert started == [("scheduler", "config")]
+    assert "switched off in this environment" in capsys.readouterr().err
