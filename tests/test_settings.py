@@ -9,7 +9,7 @@ from prefill_probe.settings import parse_shapes
 
 
 def test_an_empty_environment_is_the_default() -> None:
-    assert ProbeSettings.from_environ({"PREFILL_PROBE": ""}) == ProbeSettings()
+    assert ProbeSettings.from_environ({"PREFILL_PROBE": ""}) == ProbeSettings(guard=True)
     assert ProbeSettings().mode is Mode.ENFORCE
 
 
@@ -20,6 +20,7 @@ def test_every_setting_has_its_variable() -> None:
         "PREFILL_PROBE_TIMEOUT": "12.5",
         "PREFILL_PROBE_SHAPES": "packed, deep",
         "PREFILL_PROBE_REPORT": "/var/lib/x.json",
+        "PREFILL_GUARD": "off",
     }
     expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, ("full", "deep", "packed"), Path("/var/lib/x.json"))
     assert ProbeSettings.from_environ(environ) == expected

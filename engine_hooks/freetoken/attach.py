@@ -99,11 +99,12 @@ def _wrap_args(module: ModuleType) -> None:
 
 
 def _wrap_api_server(module: ModuleType) -> None:
-    """End a stopped start with the probe's exit status."""
-    from engine_hooks.freetoken import exits, versions
+    """End a stopped start with the probe's exit status, and answer what the guard refuses with 503."""
+    from engine_hooks.freetoken import exits, unavailable, versions
 
     if not versions.missing({module.__name__: module}, versions.SERVER_CONTRACT):
         exits.wrap(module)
+        module.app.add_middleware(unavailable.Unavailable)
 
 
 def keeps_contract() -> bool:

@@ -212,6 +212,7 @@ class ProbeRecord:
     neighbours: list[Neighbour] | None = None
     notes: list[str] = field(default_factory=list)
     adapted: dict[str, Any] | None = None
+    miss: str | None = None
     schema: int = field(default=SCHEMA)
 
     @property

@@ -39,6 +39,17 @@ def parse_mode(text: str) -> Mode:
         raise ValueError(f"{text!r} is not a mode; use enforce, warn, adapt, adapt-kv or off") from None
 
 
+def parse_switch(text: str) -> bool:
+    """``on`` or ``off``.
+
+    Raises:
+        ValueError: another word.
+    """
+    if text not in ("on", "off"):
+        raise ValueError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 def parse_seconds(text: str) -> float:
     """A positive number of seconds.
 
@@ -91,6 +102,7 @@ class ProbeSettings:
             where free memory is not what it seems (``margin_for``).
         timeout_seconds: after this long the probe counts as hung.
         shapes: words of the shapes to run (``shape.FAMILIES``).
+        guard: whether sizes below the full chunk are measured too, for the guard (``guard.Needs``).
         report: file of the record; None is the state directory (``record.default_report``).
     """
 
@@ -99,6 +111,7 @@ class ProbeSettings:
     timeout_seconds: float = 300.0
     shapes: tuple[str, ...] = AUTOMATIC
     report: Path | None = None
+    guard: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProbeSettings:
@@ -109,7 +122,7 @@ class ProbeSettings:
         """
         found: dict[str, Any] = {}
         for option in OPTIONS:
-            text = environ.get(option.variable, "")
+            text = environ.get(option.variable, "") or option.preset
             if not text:
                 continue
             try:
@@ -138,7 +151,8 @@ def margin_for(settings: ProbeSettings, *, wsl: bool, unified: bool) -> tuple[in
 class Option:
     """One setting as a user meets it: a flag of the engine's command and its environment twin.
 
-    ``default`` is the text that stands for the default in help.
+    ``default`` is the text that stands for the default in help. ``preset`` is what an engine's start takes where
+    nothing is given, if that is not the default of ``ProbeSettings``.
     """
 
     flag: str
@@ -148,6 +162,7 @@ class Option:
     metavar: str
     default: str
     help: str
+    preset: str = ""
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -199,5 +214,16 @@ OPTIONS: tuple[Option, ...] = (
         "FILE",
         "the state directory",
         "Where the probe's record (JSON) is written.",
+    ),
+    Option(
+        "--prefill-guard",
+        "PREFILL_GUARD",
+        "guard",
+        parse_switch,
+        "{on,off}",
+        "on",
+        "Start no prefill that cannot finish: while memory is short, prompts are processed in smaller chunks, and "
+        "requests for which there is none left end with an error (503). Needs a start that was probed.",
+        preset="on",
     ),
 )

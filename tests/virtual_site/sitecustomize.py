@@ -1,7 +1,8 @@
 """On PYTHONPATH: the ranks of an ``ft serve`` find a virtual GPU of ``VIRTUAL_VRAM`` (``15.5GiB``).
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
-that it would take; what it computes means nothing. Give ``--dummy-weight``.
+that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
+``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming.
 """
 
 import os
@@ -27,7 +28,19 @@ def _enter():
     from prefill_probe.virtual import virtual_gpu
     from prefill_probe.virtual.cards import card_of
 
-    _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
+    device = _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
+    if neighbour := os.environ.get("VIRTUAL_NEIGHBOUR"):
+        alone = device._free_beside
+
+        def beside(reserved):
+            with open(neighbour) as file:  # noqa: PTH123
+                return alone(reserved) - int(file.read() or 0)
+
+        device.allocator._device_free = beside
+        if os.environ.get("VIRTUAL_UNSEEN"):
+            import torch
+
+            torch.cuda.mem_get_info = lambda *_: (alone(device.allocator.reserved), device.card.total_bytes)
 
     from engine_hooks.freetoken.virtual import answered
 
