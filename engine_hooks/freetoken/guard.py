@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ CODE = "insufficient_memory"
 PATIENCE_SECONDS = 2.0
 # A pass that cannot go on and has nothing to decode is tried again after so long.
 _PAUSE_SECONDS = 0.01
+# Requests up to this size come from a pool of their own.
+_SMALL_BYTES, _SMALL_BLOCKS = 1 << 20, 4
 # Between two lines of the log that say the same.
 _QUIET_SECONDS = 10.0
 
@@ -138,9 +141,28 @@ class Guard:
         return least, any(ended for _, ended in answers)
 
     def _after_release(self, tokens: int) -> int:
-        """What fits once the allocator has given back what it holds unused."""
+        """What fits once the allocator has given back what it holds unused, but for what decoding needs."""
+        kept = self._decode_memory()
         self._engine.meter.release()
+        del kept
         return rules.largest(self._needs, tokens, self._memory(), self._align)
+
+    def _decode_memory(self) -> list[Any]:
+        """Blocks as large as what a decode step without a graph may need, as far as the allocator has them.
+
+        A step of n requests holds no more than a chunk of n tokens. Whoever waits for memory may take all that is
+        given back, and the requests that are being answered are to go on.
+        """
+        import torch
+
+        scheduler = self._scheduler
+        tokens = max(self._align, int(scheduler.config.max_running_req))
+        sizes = [_SMALL_BYTES] * _SMALL_BLOCKS + [self._needs.held_at(tokens)]
+        blocks = []
+        with torch.cuda.stream(scheduler.engine.stream), contextlib.suppress(torch.OutOfMemoryError):
+            for size in sizes:
+                blocks.append(torch.empty(size, dtype=torch.uint8, device=scheduler.device))
+        return blocks
 
     def _memory(self) -> rules.Memory:
         free, unused = self._engine.meter.obtainable()

@@ -40,12 +40,19 @@ class Needs:
         held in proportion, rounded as the allocator may.
         """
         after = bisect.bisect_left(self.sizes, tokens)
-        if after == len(self.sizes) or self.sizes[after] != tokens:
-            bounds = [self.bytes[after]] if after < len(self.sizes) else []
-            if after:
-                bounds.append(-(-self.allocated[after - 1] * tokens // self.sizes[after - 1]) + GRANULARITY_BYTES)
-            return min(bounds)
-        return self.bytes[after]
+        above = self.bytes[after] if after < len(self.sizes) else None
+        if above is not None and (self.sizes[after] == tokens or not after):
+            return above
+        below = self.held_at(tokens) + GRANULARITY_BYTES
+        return below if above is None else min(above, below)
+
+    def held_at(self, tokens: int) -> int:
+        """An upper bound of what a chunk of ``tokens`` tokens holds at its peak, in blocks, before rounding."""
+        after = bisect.bisect_left(self.sizes, tokens)
+        bounds = [self.allocated[after]] if after < len(self.sizes) else []
+        if after:
+            bounds.append(-(-self.allocated[after - 1] * tokens // self.sizes[after - 1]))
+        return min(bounds)
 
 
 def needs_of(record: ProbeRecord) -> Needs | None:
