@@ -190,6 +190,15 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """Chunks were run with the first ``layers`` of ``of`` layers; ``estimated`` names fields that were not measured."""
+
+    layers: int
+    of: int
+    estimated: list[str]
+
+
+@dataclass(frozen=True)
 class ProbeRecord:
     """Everything one probe found out. Field by field in docs/record.md; sizes are bytes, times are seconds."""
 
@@ -212,6 +221,7 @@ class ProbeRecord:
     neighbours: list[Neighbour] | None = None
     notes: list[str] = field(default_factory=list)
     adapted: dict[str, Any] | None = None
+    reduced: Reduced | None = None
     schema: int = field(default=SCHEMA)
 
     @property

@@ -49,7 +49,7 @@ _OPTIONS = (
     click.option("--max-prefill-length", type=click.IntRange(min=1), help=_INSTEAD),
     click.option("--memory-ratio", type=Checked("ratio", _ratio), help=_INSTEAD),
     click.option("--model", metavar="DIR", help=_INSTEAD),
-    click.option("--layers", type=click.IntRange(min=1), help="Of the reference engine's model.  [default: 4]"),
+    click.option("--layers", type=click.IntRange(min=1), help="Run only the first so many of the model."),
     click.option("--unit", metavar="FILE", type=click.Path(path_type=Path), help="The command of this systemd unit."),
     click.option("--margin", type=Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]"),
     click.option("--timeout", type=Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]"),
@@ -106,8 +106,6 @@ class Given:
         Raises:
             click.UsageError: the command is not the engine's, or names no model.
         """
-        if self.layers is not None:
-            raise click.UsageError("--layers is the reference engine's; an engine has the layers of its model")
         arguments = serve_arguments(self.command)
         for flag in ("--model", "--memory-ratio", "--max-prefill-length"):
             value = getattr(self, flag.lstrip("-").replace("-", "_"))
