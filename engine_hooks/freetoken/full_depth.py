@@ -57,7 +57,8 @@ def _planned(arguments: Sequence[str], card: Card) -> Iterator[tuple[Any, ProbeR
     from engine_hooks.freetoken.virtual import started
 
     with started(arguments, card) as (engine, device):
-        yield engine, as_virtual(Session(engine, ProbeSettings(), lambda text: None, lambda record: None).record(), device)
+        session = Session(engine, ProbeSettings(), progress=lambda text: None, keep=lambda record: None)
+        yield engine, as_virtual(session.record(), device)
 
 
 def _shallow_start(engine: Any, arguments: Sequence[str], layers: int, directory: Path) -> list[str]:
@@ -85,7 +86,9 @@ def _shallow_start(engine: Any, arguments: Sequence[str], layers: int, directory
     make_shallow(directory, str(config.model_path), layers)
     start = [*engine.pinned(arguments), "--model", str(directory), "--dummy-weight"]
     read = parsed(start).model_config
-    wanted = [tuple(each for each in group.layer_ids if each < layers) for group in config.model_config.attention_groups]
+    wanted = [
+        tuple(each for each in group.layer_ids if each < layers) for group in config.model_config.attention_groups
+    ]
     if read.num_layers != layers or [tuple(group.layer_ids) for group in read.attention_groups] != wanted:
         raise ModelError("--layers: the engine reads this model's depth from elsewhere; check it without")
     return start

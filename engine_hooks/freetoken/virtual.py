@@ -59,9 +59,7 @@ def estimate_serve(
 
 
 @contextlib.contextmanager
-def started(
-    arguments: Sequence[str], card: Card, *, verbose: bool = False
-) -> Iterator[tuple[FreeTokenEngine, Device]]:
+def started(arguments: Sequence[str], card: Card, *, verbose: bool = False) -> Iterator[tuple[FreeTokenEngine, Device]]:
     """The engine of ``ft serve`` with ``arguments`` at the end of its start, on a virtual GPU; raises as above."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))

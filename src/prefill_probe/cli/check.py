@@ -54,7 +54,7 @@ def check(no_weights: bool, **options: Any) -> None:
     if no_weights and not given.command:
         raise click.UsageError("--no-weights: the reference engine has no others")
     if given.command:
-        _need_model(arguments)
+        _need_model(arguments, here=given.layers is not None)
     _need_gpu()
     line = _Line()
     try:
@@ -100,7 +100,8 @@ def _first_layers(given: Given, layers: int, arguments: list[str], line: _Line) 
         run = _started(given, [*depth.start, "--prefill-probe", "enforce"], margin, line)
         if run.chunk != depth.plan.chunk:
             ours, all_ = run.chunk.effective, depth.plan.chunk.effective
-            end("check", EX_SOFTWARE, f"--layers {layers}: it is given chunks of {ours} tokens, not {all_}; check without")
+            text = f"--layers {layers}: its chunks have {ours} tokens, those of all layers {all_}; check it without"
+            end("check", EX_SOFTWARE, text)
         record = at_full_depth(run, depth.plan, layers, settings, ratio_governs=depth.ratio_governs)
         if record.verdict in ("tight", "does-not-fit"):
             record = replace(record, advice=depth.advice(record, points(run)))
@@ -195,17 +196,22 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
     return found
 
 
-def _need_model(arguments: list[str]) -> None:
-    """A model that is not there is bad usage, before anything is started; a hub's name is the engine's to look up.
+def _need_model(arguments: list[str], *, here: bool) -> None:
+    """End with 2 where the model is not there, before anything is started.
 
-    Raises:
-        click.UsageError: it is not there.
+    Args:
+        here: its configuration is to be read here; else a hub's name, or what a directory holds, is the engine's.
     """
-    from prefill_probe.virtual.model_directory import looks_like_hub_id
+    from prefill_probe.virtual.errors import ModelError
+    from prefill_probe.virtual.model_directory import checked, looks_like_hub_id
 
     name = _value_of("--model", arguments) or _value_of("--model-path", arguments) or ""
-    if not Path(name).expanduser().exists() and not looks_like_hub_id(name):
-        raise click.UsageError(f"--model {name}: no such directory")
+    if not here and (Path(name).expanduser().exists() or looks_like_hub_id(name)):
+        return
+    try:
+        checked(name)
+    except ModelError as error:
+        end("check", error.exit_status, str(error))
 
 
 def _need_gpu() -> None:

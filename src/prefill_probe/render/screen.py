@@ -66,7 +66,8 @@ def _numbers(record: ProbeRecord) -> list[str]:
     sizes: list[tuple[str, int, str]] = []
     if need is not None:
         of = f"calculated, {need.shape}" if need.estimated else f"run, {need.shape}"
-        sizes.append(("need", need.device_bytes, of + (f", {reduced.layers} of {reduced.of} layers" if reduced else "")))
+        of += f", {reduced.layers} of {reduced.of} layers" if reduced else ""
+        sizes.append(("need", need.device_bytes, of))
     sizes.append(("headroom", memory.headroom_bytes, "after CUDA graphs" + (", estimated" if reduced else "")))
     if need is not None:
         left = memory.headroom_bytes - need.device_bytes

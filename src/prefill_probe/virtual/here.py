@@ -52,7 +52,7 @@ def _ask(status: int) -> None:
 class _Memory(ctypes.Structure):
     """nvmlMemory_t."""
 
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 def _free_bytes(uuid: str) -> int | None:
