@@ -85,7 +85,10 @@ def _shallow_start(engine: Any, arguments: Sequence[str], layers: int, directory
     config = engine.config
     make_shallow(directory, str(config.model_path), layers)
     start = [*engine.pinned(arguments), "--model", str(directory), "--dummy-weight"]
-    read = parsed(start).model_config
+    try:
+        read = parsed(start).model_config
+    except ModelError as error:
+        raise ModelError(f"--layers {layers}: so many make no model; {fewest} may ({error})") from None
     wanted = [
         tuple(each for each in group.layer_ids if each < layers) for group in config.model_config.attention_groups
     ]

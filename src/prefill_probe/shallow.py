@@ -54,7 +54,7 @@ def _cut(key: str, value: Any, depths: range, layers: int) -> Any:
         return value[:layers]
     if isinstance(value, list) and "layer" in key and all(type(number) is int for number in value):
         return [number for number in value if number <= layers]  # some count from 1
-    if isinstance(value, dict) and value and all(name.isdigit() for name in value):
+    if isinstance(value, dict) and "layer" in key and all(name.isdigit() for name in value):
         return {name: each for name, each in value.items() if int(name) < layers}
     if isinstance(value, dict):
         return {name: _cut(name, each, depths, layers) for name, each in value.items()}

@@ -92,6 +92,27 @@ class Given:
             if self.model is not None and Path(self.model).exists():
                 self.model = str(Path(self.model).absolute())
             self.command = enter_unit(self.unit, self.command)
+        self._need_places()
+
+    def _need_places(self) -> None:
+        """What is to be written at the end can be, as far as is known before minutes are spent.
+
+        Raises:
+            click.UsageError: it cannot.
+        """
+        from prefill_probe.metrics import MetricsError, check_path
+        from prefill_probe.record import check_place
+
+        try:
+            if self.report is not None:
+                check_place(self.report)
+        except OSError as error:
+            raise click.UsageError(f"--report {error.filename}: {error.strerror}") from None
+        try:
+            if self.metrics is not None:
+                check_path(self.metrics)
+        except MetricsError as error:
+            raise click.UsageError(f"--metrics {error}") from None
 
     @property
     def for_reference(self) -> dict[str, Any]:
