@@ -34,7 +34,7 @@ def test_help_imports_no_torch_and_every_command_carries_an_example() -> None:
 
 
 def test_check_says_what_it_needs_and_ends_with_69() -> None:
-    status, output = invoke("check", "--", "ft", "serve", "--model", "x")
+    status, output = invoke("check", "--", "ft", "serve", "--model", "on/hub")
     assert status == 69
     assert "CUDA GPU" in output
 

@@ -47,5 +47,6 @@ def _enter():
     _entered.enter_context(answered())
 
 
-if os.environ.get("VIRTUAL_VRAM"):
+# The process that plans on a virtual GPU has its own.
+if os.environ.get("VIRTUAL_VRAM") and "engine_hooks.freetoken.full_depth" not in sys.orig_argv:
     sys.meta_path.insert(0, _WaitForScheduler)
