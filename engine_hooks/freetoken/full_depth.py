@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -33,7 +34,6 @@ def serve(questions: TextIO, answers: TextIO) -> None:
     asked = json.loads(questions.readline())
     card = Card(**{**asked["card"], "capability": tuple(asked["card"]["capability"])})
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             engine, plan = stack.enter_context(_planned(asked["arguments"], card))
             start = _shallow_start(engine, asked["arguments"], asked["layers"], Path(asked["directory"]))
@@ -112,4 +112,7 @@ def _advice(engine: Any, asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    # The answers alone go to standard output: whatever a library prints there goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers)

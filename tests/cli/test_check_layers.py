@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,13 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(model: Path, layers: int, *more: str) -> Result:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     options = ["--layers", str(layers), "--report", str(model / "record.json")]
     return CliRunner().invoke(main, [
         "check", *options, "--", "ft", "serve", "--model", str(model), "--max-running-requests", "1",
-        "--cuda-graph-max-bs", "1", "--text-model-only", "--port", "18933", "--memory-ratio", "0.95", *more,
+        "--cuda-graph-max-bs", "1", "--text-model-only", "--port", port, "--memory-ratio", "0.95", *more,
     ])  # fmt: skip
 
 
