@@ -77,8 +77,11 @@ class Guard:
         def schedule_next_batch(prefill_budget: int) -> Any:
             if not manager.pending_list:
                 return schedule(prefill_budget)
-            tokens = self._allowed(min(prefill_budget, _waiting(manager)))
-            return schedule(min(tokens, prefill_budget)) if tokens else None
+            tokens = min(prefill_budget, _waiting(manager))
+            allowed = self._allowed(tokens)
+            if allowed == tokens:
+                return schedule(prefill_budget)
+            return schedule(allowed) if allowed else None
 
         def guarded_forward(forward_input: Any) -> Any:
             try:
@@ -195,9 +198,11 @@ class Guard:
             # The client did not ask for this: its answer is the error, and no abort is confirmed.
             scheduler._pending_abort_acks.discard(uid)
             scheduler._abort_tombstones.pop(uid, None)
-        scheduler.send_result([ErrorReplyMsg(uid=uid, error=why, code=CODE) for uid in refused])
         self.counters.requests_refused += len(refused)
         self._say(f"guard: {len(refused)} requests refused: {why}")
+        if scheduler.config.offline_mode:  # ``LLM``: its caller is right here, and knows no error replies
+            raise PrefillOOMError(why)
+        scheduler.send_result([ErrorReplyMsg(uid=uid, error=why, code=CODE) for uid in refused])
 
     def _say_shrunk(self, tokens: int, found: int) -> None:
         if (now := time.monotonic()) - self._shrunk_said > _QUIET_SECONDS:

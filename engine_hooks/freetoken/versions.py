@@ -110,7 +110,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_weights_bytes",
         "_pool_cls",
     ),
-    "config": ("max_running_req", "memory_ratio", "max_extend_tokens", "model_config", "tp_info"),
+    "config": ("max_running_req", "memory_ratio", "max_extend_tokens", "model_config", "tp_info", "offline_mode"),
 }
 
 
