@@ -71,6 +71,7 @@ def test_a_chunk_that_all_layers_leave_no_room_for_does_not_fit_and_advice_is_no
     assert not any(line["was_run"] for line in record["advice"])
 
 
+@pytest.mark.slow
 def test_a_chunk_that_fits_beside_all_layers_fits_and_the_pools_are_those_of_all(tmp_path: Path) -> None:
     """The expert cache is planned by the engine here, for all layers; with fewer it would be another."""
     model = make_model(tmp_path / "model", "qwen36-35b-a3b-nvfp4", layers=12)

@@ -114,6 +114,7 @@ def test_prompts_get_slower_and_then_refused_while_memory_is_short_and_the_serve
         assert "1 requests refused, 0 misses" in one.text()
 
 
+@pytest.mark.slow  # what the guard is for; forty seconds of waiting for an end
 def test_without_the_guard_the_same_ends_the_server(serve: Any, neighbour: Neighbour, tmp_path: Path) -> None:
     with serve("--max-prefill-length", "2048", "--prefill-guard", "off") as one:
         assert one.wait(150, until_ready=True) == "ready", one.text()[-3000:]
