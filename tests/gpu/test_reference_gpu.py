@@ -72,7 +72,7 @@ def test_the_chunked_delta_rule_is_the_recurrence(lengths: list[int], key_heads:
     state = bf16(len(lengths), value_heads, 128, 128, seed=6, scale=0.1).float()
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     found, end = chunk_gated_delta_rule(
-        q, k, v, decay, beta,
+        q, k, v, g=decay, beta=beta,
         initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds,
     )  # fmt: skip
     group = value_heads // key_heads
@@ -93,7 +93,7 @@ def test_the_recurrent_delta_rule_is_the_recurrence() -> None:
     q, k, v, decay, beta = (each.transpose(0, 1) for each in gdn_inputs(3, 16, 48, 128))
     state = bf16(3, 48, 128, 128, seed=6, scale=0.1).float()
     found, end = fused_recurrent_gated_delta_rule(
-        q, k, v, decay, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        q, k, v, g=decay, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     q, k = q.repeat_interleave(3, 2), k.repeat_interleave(3, 2)
     for number in range(3):

@@ -38,6 +38,23 @@ def test_blocks_before_the_chunk_are_merged_into_attention_over_all(
     assert relative_error(found, causal(q, torch.cat([keys[rows], k]), torch.cat([values[rows], v]))) < 1e-5
 
 
+def test_many_blocks_in_bf16_lose_no_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short chunk after a long history: nearly all of the weight is in the blocks, next to none in the chunk."""
+
+    def flash(*inputs: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        out, sums = exact_flash(*(each.float() for each in inputs), causal=causal)
+        return out.bfloat16(), sums
+
+    monkeypatch.setattr(attention, "_flash", flash)
+    monkeypatch.setattr(attention, "HISTORY_BLOCK", 4096)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(20, heads, 64).bfloat16() for heads in (4, 2, 2))
+    keys, values = torch.randn(2, 16_384, 2, 64).bfloat16()
+    rows = torch.randperm(16_384)
+    found = attention.attend(q, k, v, keys, values, rows)
+    assert relative_error(found, causal(q, torch.cat([keys[rows], k]), torch.cat([values[rows], v]))) < 1e-2
+
+
 def test_rotated_products_depend_on_the_distance_alone() -> None:
     torch.manual_seed(1)
     q, k = torch.randn(2, 1, 1, 32)

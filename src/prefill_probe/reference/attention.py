@@ -106,8 +106,9 @@ def attend(
     out, sums = _flash(q, k, v, causal=True)
     for rows in history.split(HISTORY_BLOCK) if len(history) else ():
         part, part_sums = _flash(q, keys[rows], values[rows], causal=False)
-        share = torch.sigmoid(part_sums - sums)
-        out.lerp_(part, share.transpose(0, 1).unsqueeze(-1).to(out.dtype))
+        # Each share for itself: near 1, what bf16 or a difference from 1 leaves of the other would be noise.
+        kept, added = (torch.sigmoid(each).t().unsqueeze(-1) for each in (sums - part_sums, part_sums - sums))
+        out.mul_(kept).add_(part.mul_(added))
         sums = torch.logaddexp(sums, part_sums)
     return out
 

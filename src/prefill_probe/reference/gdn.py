@@ -49,9 +49,11 @@ class Gdn:
             cu_seqlens=batch.bounds,
         )
         conv.index_copy_(0, batch.states, conv_end)
+        decay, beta = self._decay_and_beta(x.unsqueeze(0))
         out, end = chunk_gated_delta_rule(
             *self._heads(mixed),
-            *self._decay_and_beta(x.unsqueeze(0)),
+            g=decay,
+            beta=beta,
             initial_state=recurrent[batch.states],
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -69,9 +71,11 @@ class Gdn:
             functional.linear(x, self._in), window, weight=self._conv, activation="silu"
         )
         conv.index_copy_(0, batch.states, window)
+        decay, beta = self._decay_and_beta(x.unsqueeze(1))
         out, end = fused_recurrent_gated_delta_rule(
             *self._heads(mixed.unsqueeze(1)),
-            *self._decay_and_beta(x.unsqueeze(1)),
+            g=decay,
+            beta=beta,
             initial_state=recurrent[batch.states],
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
