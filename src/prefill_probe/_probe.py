@@ -248,9 +248,12 @@ class Session:
         if not self.settings.guard or not self.device_usable or not self.reached:
             return
         largest = min(self.reached, self.tokens)
+        # The deepest chunk holds all that one from empty caches holds, and more.
+        deep = any(family.word == "deep" for family in self.families)
+        families = [family for family in self.families if not (deep and family is PLAIN)]
         sizes = ([largest] if largest < self.tokens else []) + sizes_to_measure(largest, self.limits.align)
         for tokens in sizes:
-            for family in self.families:
+            for family in families:
                 self.run(family, tokens, cold=True)
                 if not self.device_usable:
                     return

@@ -115,10 +115,8 @@ def largest(needs: Needs, budget: int, memory: Memory, align: int) -> int:
 
 
 def sizes_to_measure(full: int, align: int) -> list[int]:
-    """Sizes below a full chunk that are run so that the guard knows what a smaller one needs: quarters, and a unit."""
-    found = []
-    tokens = full // 4 // align * align
-    while tokens > align:
-        found.append(tokens)
-        tokens = tokens // 4 // align * align
-    return [*found, align] if full > align else []
+    """Sizes below a full chunk that are run so that the guard knows what a smaller one needs: a quarter, and a unit.
+
+    More would bind closer between them, and cost every boot a run for each shape.
+    """
+    return [tokens for tokens in sorted({full // 4 // align * align, align}, reverse=True) if align <= tokens < full]

@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import Any
 
-from engine_digest import digest
+from engine_digest import differing, digest
 
 SHAPES = ("full", "first", "deep", "packed", "prefix", "decode")
 # One sequence with a history beside decodes, and many without: between them every path through the scheduler.
@@ -67,16 +67,6 @@ def main() -> None:
                     found["changed"][f"{family.word} {place}"] = differing(before, digest(scheduler))
             found["changed"]["after all"] = differing(before, digest(scheduler))
     print(json.dumps(found))
-
-
-def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What changed. The GDN kernels' own cache keeps the last few index lists: a handful of tensors come and go."""
-    allowed = {"tensors": 6, "allocated": 6 * 512}
-    return [
-        f"{name}: {before[name]} -> {after[name]}"
-        for name in before
-        if (abs(before[name] - after[name]) > allowed[name] if name in allowed else before[name] != after[name])
-    ]
 
 
 def places(engine: Any, shape: Any, device: Any, allocate: Any) -> list[tuple[int, str]]:
