@@ -52,6 +52,7 @@ def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again
     engine = MemoryEngine(headroom=600 * MIB, refuses_to_resize=True)
     record = probe(engine, MARGIN)
     assert record.verdict == "does-not-fit"
+    assert 0 < record.timings["oom_to_advice_seconds"] <= record.timings["probe_seconds"]
     assert [(run.new_tokens, run.outcome) for run in record.shapes] == [
         (8192, "oom"),
         (4096, "oom"),

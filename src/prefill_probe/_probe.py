@@ -175,6 +175,7 @@ class Session:
         self.start = self.idle = self.before
         self.runs: list[Run] = []
         self.trials: list[Run] = []
+        self.out_of_memory_at: float | None = None
         self.moved: int | None = None
         self.stopped_early = False
         self.device_usable = True
@@ -385,6 +386,8 @@ class Session:
             site, issued = self.engine.site(error), self.engine.issued(shape)
             total = self.start.total_bytes
             fault = classify(error, free_bytes=measured.free_bytes, total_bytes=total, wsl=self.wsl)
+            if fault.is_memory and self.out_of_memory_at is None:
+                self.out_of_memory_at = time.monotonic()
             # The frames of the traceback hold the chunk's tensors: let go of them before the next run.
             _forget_frames(error)
         if fault is not None:
@@ -509,12 +512,18 @@ class Session:
             record = replace(record, advice=advice, need=self._seen(record.need))
         except Exception as error:  # the planner is another program's; without it the verdict stands
             record = replace(record, notes=[*record.notes, f"no advice: {type(error).__name__}: {error}"])
-        timings = {"probe_seconds": round(time.monotonic() - self.started, 3)}
         return replace(
             record,
             shapes=[*record.shapes, *(replace(_shape_run(run), advised=True) for run in self.trials)],
-            timings=timings,
+            timings=self._timings(advised=True),
         )
+
+    def _timings(self, *, advised: bool = False) -> dict[str, float]:
+        now = time.monotonic()
+        timings = {"probe_seconds": round(now - self.started, 3)}
+        if advised and self.out_of_memory_at is not None:
+            timings["oom_to_advice_seconds"] = round(now - self.out_of_memory_at, 3)
+        return timings
 
     def _seen(self, need: records.Need | None) -> records.Need | None:
         """The need as a trial with smaller pools showed it, where a start's own pools left no room to."""
@@ -635,7 +644,7 @@ class Session:
             ],
             neighbours=self._neighbours(),
             notes=list(part.notes),
-            timings={"probe_seconds": round(time.monotonic() - self.started, 3)},
+            timings=self._timings(),
         )
 
     def _neighbours(self) -> list[records.Neighbour] | None:
