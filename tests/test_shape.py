@@ -23,7 +23,7 @@ limits = st.builds(
 
 
 @given(limits)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_full_chunk_is_admissible_and_as_large_as_the_limits_allow(given_limits: Limits) -> None:
     if given_limits.page_tokens * given_limits.kv_pages < 3:
         return
@@ -39,7 +39,7 @@ def test_a_full_chunk_is_admissible_and_as_large_as_the_limits_allow(given_limit
 
 
 @given(limits, st.sampled_from(FAMILIES), st.integers(1, 300_000))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_every_shape_is_admissible(given_limits: Limits, family: object, tokens: int) -> None:
     if given_limits.page_tokens * given_limits.kv_pages < 3:
         return
@@ -59,7 +59,7 @@ def test_every_shape_is_admissible(given_limits: Limits, family: object, tokens:
 
 
 @given(st.integers(2, 64), st.integers(64, 20_000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_packed_chunk_needs_as_many_state_entries_as_any_split_can(sequences: int, tokens: int) -> None:
     shape = packed_chunk(Limits(8192, 8192, "", 64, 1 << 20, sequences, 1, 1 << 20, 64), tokens, "packed chunk")
     assert shape is not None

@@ -49,7 +49,7 @@ def points(card: Card, *tokens: int) -> list[Point]:
 
 
 @given(cards, st.sampled_from([2048, 4096, 8192, 16384, 32768]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_chunk_that_is_found_was_run_and_leaves_the_margin_and_is_not_timid(card: Card, chunk: int) -> None:
     if card.need(chunk) + MARGIN <= card.headroom:
         return
@@ -95,7 +95,7 @@ class Pools:
 
 
 @given(cards, st.floats(0.5, 0.99), st.integers(8 * GIB, 96 * GIB), st.floats(0.1, 0.9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_ratio_that_is_found_was_run_and_is_the_highest_step_that_leaves_the_margin(
     card: Card, ratio: float, before: int, floor: float
 ) -> None:

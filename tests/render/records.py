@@ -1,22 +1,19 @@
-"""Records to render: measured ones from the evidence, and ones that lack parts."""
+"""Records to render: two of an earlier version, as measured then, and ones that lack parts."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from prefill_probe import ProbeRecord
 from prefill_probe.record import FaultEntry, Held, MadeOf, Timeline
 
 MIB = 1 << 20
-_CASES = json.loads((Path(__file__).parents[2] / "docs" / "evidence" / "incident.json").read_text(encoding="utf-8"))[
-    "cases"
-]
+_MEASURED = Path(__file__).parent / "measured"
 
 # Measured on an H200 of which 15.5 GiB were left free: a chunk that does not fit, and one that is tight.
-REFUSED = ProbeRecord.from_json(json.dumps(_CASES["refused_8192"]["record"]))
-TIGHT = ProbeRecord.from_json(json.dumps(_CASES["serves_2048"]["record"]))
+REFUSED = ProbeRecord.from_json((_MEASURED / "refused_8192.json").read_text(encoding="utf-8"))
+TIGHT = ProbeRecord.from_json((_MEASURED / "serves_2048.json").read_text(encoding="utf-8"))
 
 HELD = Held(3000 * MIB, 1400 * MIB, 9800 * MIB, 84 * MIB, 87 * MIB, 242 * MIB)
 _WATCHED = dataclasses.replace(

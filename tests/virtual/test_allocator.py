@@ -159,7 +159,7 @@ def test_a_block_is_taken_back_once() -> None:
         one.free(block)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(SIZES, st.integers(0, 1), st.booleans()), max_size=60),
     st.booleans(),

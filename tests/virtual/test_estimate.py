@@ -88,7 +88,7 @@ def test_a_start_on_a_small_card_is_the_measured_one_step_by_step(flash_next: Pa
     evidence = Path(__file__).parents[2] / "docs" / "evidence" / "incident.json"
     real = json.loads(evidence.read_text(encoding="utf-8"))["cases"]["refused_8192"]
     serve = ["--model", str(flash_next), *INCIDENT, "--text-model-only"]
-    record = recorded(["--vram", f"{real['free_before_bytes']}B", "--capability", "9.0"], serve)
+    record = recorded(["--vram", f"{real['free_after_bytes']}B", "--capability", "9.0"], serve)
     was = real["record"]
 
     for part in ("free_before_load_bytes", "free_after_graphs_bytes"):
