@@ -14,10 +14,7 @@ from typing import Any
 from prefill_probe.settings import OPTIONS
 
 # Flags of the product whose work this version does not do yet: only "off" is accepted, so that nothing is promised.
-_LATER = (
-    ("--prefill-probe-preflight", "PREFILL_PROBE_PREFLIGHT", "an estimate before any weight is read"),
-    ("--prefill-guard", "PREFILL_GUARD", "a check before every prefill forward"),
-)
+_LATER = (("--prefill-guard", "PREFILL_GUARD", "a check before every prefill forward"),)
 
 
 def parse_with_probe(module: Any, parse_args: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ def _with_settings(given: Given, report: Path, arguments: list[str]) -> tuple[li
         ("--prefill-probe-margin", "PREFILL_PROBE_MARGIN", None if given.margin is None else f"{given.margin}B"),
         ("--prefill-probe-timeout", "PREFILL_PROBE_TIMEOUT", None if given.timeout is None else str(given.timeout)),
         ("--prefill-probe-report", "PREFILL_PROBE_REPORT", str(report)),
+        ("--prefill-probe-preflight", "PREFILL_PROBE_PREFLIGHT", "off"),  # the chunk itself is about to run
     ]
     for flag, variable, value in settings:
         deployed = _value_of(flag, arguments)
