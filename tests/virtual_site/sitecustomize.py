@@ -1,6 +1,7 @@
 """On PYTHONPATH: the ranks of an ``ft serve`` find a virtual GPU of ``VIRTUAL_VRAM`` (``15.5GiB``).
 
-Its driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CARD``, if that is set.
+The driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CARD``, if that is set, or ``hangs``.
+Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
 that it would take; what it computes means nothing. Give ``--dummy-weight``.
@@ -23,7 +24,12 @@ class _WaitForScheduler:
 def _enter():
     global _entered  # never left: the process ends with it
     import contextlib
+    import time
+    from pathlib import Path
 
+    loaded = os.environ.get("VIRTUAL_LOAD")
+    while loaded and "spawn_main" in "".join(sys.orig_argv) and not Path(loaded).exists():
+        time.sleep(0.1)
     _entered = contextlib.ExitStack()
     from prefill_probe.sizes import parse_size
     from prefill_probe.virtual import virtual_gpu
@@ -37,12 +43,18 @@ def _enter():
 
 
 def _answer_as_driver(size):
-    from prefill_probe import driver
+    import time
+
+    from prefill_probe import driver, preflight
     from prefill_probe.sizes import parse_size
     from prefill_probe.virtual.cards import card_of
 
-    driver.free_bytes = lambda: {"GPU-0": parse_size(size)}
-    driver.card_at = lambda which, free: card_of(free["GPU-0"], (12, 0), "a card of the test")
+    driver.free_bytes = lambda: {}
+    if size == "hangs":
+        preflight.WAITED_SECONDS = 2.0
+        driver.card_at = lambda which, free: time.sleep(600)
+    else:
+        driver.card_at = lambda which, free: card_of(parse_size(size), (12, 0), "a card of the test")
 
 
 if os.environ.get("VIRTUAL_CARD"):
