@@ -35,7 +35,7 @@ import sys, threading, time, torch
 keep = int(sys.argv[1])
 torch.cuda.init(); torch.empty(1, device="cuda")
 torch.cuda.mem_get_info()
-held = []
+held, taken = [], []
 def hold(keep):
     held.clear(); torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -56,6 +56,14 @@ for line in sys.stdin:
         lowest[0] = torch.cuda.mem_get_info()[0]
     elif word == "hold":
         hold(int(rest))
+    elif word == "take":
+        taken.clear(); torch.cuda.empty_cache()
+        want = min(int(rest), torch.cuda.mem_get_info()[0] - (4 << 20)) // (2 << 20) * (2 << 20)
+        try:
+            if want > 0:
+                taken.append(torch.empty(want, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            pass
     print(torch.cuda.mem_get_info()[0], lowest[0], flush=True)
 """
 
@@ -86,6 +94,10 @@ class Ballast:
     def hold(self, visible_bytes: int) -> None:
         """From now on leave ``visible_bytes`` to others."""
         self._ask(f"hold {visible_bytes}")
+
+    def take(self, size: int) -> None:
+        """Beside what ``hold`` took, ``size`` bytes more from now on, or as much as is free."""
+        self._ask(f"take {size}")
 
     def free(self) -> int:
         """Free bytes on the device now."""

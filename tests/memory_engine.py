@@ -88,6 +88,12 @@ class MemoryMeter:
     def graph_bytes(self) -> int:
         return 0
 
+    def obtainable(self) -> tuple[int, int]:
+        return self._engine.headroom - self._engine.resident - self.foreign - self._engine.fragments, 0
+
+    def release(self) -> None:
+        self._engine.fragments = 0
+
     def forget_peaks(self) -> None:
         self.peak = 0
 

@@ -9,7 +9,7 @@ from prefill_probe.settings import Preflight, parse_shapes
 
 
 def test_an_empty_environment_is_the_default() -> None:
-    assert ProbeSettings.from_environ({"PREFILL_PROBE": ""}) == ProbeSettings()
+    assert ProbeSettings.from_environ({"PREFILL_PROBE": ""}) == ProbeSettings(guard=True)
     assert ProbeSettings().mode is Mode.ENFORCE
 
 
@@ -20,10 +20,11 @@ def test_every_setting_has_its_variable() -> None:
         "PREFILL_PROBE_TIMEOUT": "12.5",
         "PREFILL_PROBE_SHAPES": "packed, deep",
         "PREFILL_PROBE_REPORT": "/var/lib/x.json",
+        "PREFILL_GUARD": "off",
         "PREFILL_PROBE_PREFLIGHT": "refuse",
     }
     shapes, report = ("full", "deep", "packed"), Path("/var/lib/x.json")
-    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, shapes, report, Preflight.REFUSE)
+    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, shapes, report, preflight=Preflight.REFUSE)
     assert ProbeSettings.from_environ(environ) == expected
 
 

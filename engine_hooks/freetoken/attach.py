@@ -99,12 +99,13 @@ def _wrap_args(module: ModuleType) -> None:
 
 
 def _wrap_api_server(module: ModuleType) -> None:
-    """Estimate a start before it, and end a stopped one with the probe's exit status."""
-    from engine_hooks.freetoken import exits, preflight, versions
+    """Estimate a start, end a stopped one with the probe's exit status, answer what the guard refuses with 503."""
+    from engine_hooks.freetoken import exits, preflight, unavailable, versions
 
     if not versions.missing({module.__name__: module}, versions.SERVER_CONTRACT):
         exits.wrap(module)
         preflight.wrap(module)
+        module.app.add_middleware(unavailable.Unavailable)
 
 
 def keeps_contract() -> bool:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from engine_hooks.freetoken import attach, planner, switch, versions
 from engine_hooks.freetoken.boot_stages import told
 from engine_hooks.freetoken.engine import FreeTokenEngine
+from engine_hooks.freetoken.guard import Guard
 from prefill_probe import stages
 from prefill_probe._probe import probe
 from prefill_probe.adapt import Memory, adapted_probe, adapted_text
 from prefill_probe.faults import PrefillFaultError, PrefillProbeError
+from prefill_probe.guard import needs_of
 from prefill_probe.logs import get_logger
 from prefill_probe.meter import Peak, kept_peaks
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
@@ -98,23 +101,48 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
         if primary:
             stages.tell(stages.VERDICT)
         stages.hold()
+    _conclude(engine, record, settings.mode, damaged, log if primary else None)
+    if settings.guard:
+        _guard(scheduler, engine, record, report, log)
+
+
+def _conclude(engine: FreeTokenEngine, record: ProbeRecord, mode: Mode, damaged: bool, log: Any) -> None:
+    """Say what was found (``log``: on the first rank), and return if the engine is to serve.
+
+    Raises:
+        PrefillProbeError: it is not.
+    """
     error = error_for(record)
     if record.adapted is not None and not damaged:
-        if primary:
+        if log:
             log.warning(adapted_text(record, _command()))
         return
     if error is None:
-        if primary:
+        if log:
             (log.warning if record.verdict == "tight" else log.info)(log_line(record))
         return
-    if primary:
-        warn = settings.mode is Mode.WARN and not damaged
-        serving = "; serving all the same (--prefill-probe warn)" if warn else ""
-        log.error(log_line(record) + serving)
+    serving = mode is Mode.WARN and not damaged
+    if log:
+        log.error(log_line(record) + ("; serving all the same (--prefill-probe warn)" if serving else ""))
         if serving:
             log.error(f"{type(error).__name__}: {error}")
-    if settings.mode is not Mode.WARN or damaged:
+    if not serving:
         raise error from engine.last_fault
+
+
+def _guard(scheduler: Any, engine: FreeTokenEngine, record: ProbeRecord, report: Path, log: Any) -> None:
+    """Put the guard before every prefill, where this start's chunks say what one needs."""
+    needs = needs_of(record)
+    if needs is None:
+        if engine.rank == 0:
+            log.warning("no chunk came back, so nothing guards prefills: a long prompt will end the server")
+        return
+
+    def on_miss(text: str) -> None:
+        if engine.rank == 0:
+            _keep(replace(record, miss=text), report, log)
+
+    Guard(engine, needs, on_miss).attach(scheduler)
 
 
 def _configuration(engine: FreeTokenEngine) -> dict[str, Any]:

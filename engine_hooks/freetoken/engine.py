@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from engine_hooks.freetoken import images, routing
 from engine_hooks.freetoken.holdings import decoder_layers, holdings
+from engine_hooks.freetoken.layer_kinds import layer_kinds
 from engine_hooks.freetoken.planner import Planner, PlannerTap, quiet
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
@@ -179,6 +180,21 @@ class FreeTokenEngine:
             object.__setattr__(config, "max_extend_tokens", tokens)  # frozen; the engine changes it in the same way
         cap = scheduler.cache_manager.prefill_chunk_budget
         scheduler.prefill_budget = min(tokens, cap) if cap else tokens
+
+    # How it would start with fewer layers ------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The scheduler's."""
+        return self._scheduler.config
+
+    def layer_kinds(self) -> list[Any]:
+        """Of each decoder layer what tells its kind; empty where they are not kept in one list."""
+        return layer_kinds(decoder_layers(self._scheduler.engine.model), self.config.model_config)
+
+    def pinned(self, arguments: Sequence_[str]) -> list[str]:
+        """As ``Planner.pinned``."""
+        return self._planner.pinned(arguments)
 
     # What it runs ----------------------------------------------------------------------------------------------
 

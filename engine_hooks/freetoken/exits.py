@@ -14,7 +14,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, exit_status_of
-from prefill_probe.record import RecordError, default_report, read_record, state_directory
+from prefill_probe.record import ProbeRecord, RecordError, default_report, read_record, state_directory
 from prefill_probe.render.text import error_for
 from prefill_probe.settings import ProbeSettings
 from prefill_probe.watch import marker_of
@@ -40,6 +40,10 @@ def wrap(module: ModuleType) -> None:
         """A rank that died in the middle of a probe could not say so: its record does, or else its marker."""
         state = server._GLOBAL_STATE
         if exit_status_of(getattr(state, "fatal_error", None) or "") is not None:
+            return
+        if text := _recorded_miss(started):
+            # The engine ended by a prefill that the guard let through: as without this package, but by name.
+            state.fatal_error = f"{getattr(state, 'fatal_error', None) or 'a rank ended'}: {text}"
             return
         if status() is not None and (text := _recorded_error(started)):
             state.fatal_error = text
@@ -101,14 +105,26 @@ def wrap(module: ModuleType) -> None:
     server.run_api_server, server._exit_after_backend_death = run_api_server, exit_after_backend_death
 
 
-def _recorded_error(since: float) -> str:
-    """The named error of the record that was written after ``since`` (seconds of the clock); empty if there is none."""
+def _record(since: float) -> ProbeRecord | None:
+    """The record, if it was written after ``since`` (seconds of the clock)."""
     try:
         path = ProbeSettings.from_environ(os.environ).report or default_report(os.environ)
-        error = error_for(read_record(path)) if path.stat().st_mtime >= since else None
+        return read_record(path) if path.stat().st_mtime >= since else None
     except (OSError, ValueError, RecordError):
-        return ""
+        return None
+
+
+def _recorded_error(since: float) -> str:
+    """The named error of the record of this start; empty if there is none."""
+    record = _record(since)
+    error = error_for(record) if record is not None else None
     return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _recorded_miss(since: float) -> str:
+    """What this start's record says of a prefill that ran out of memory later; empty if none did."""
+    record = _record(since)
+    return f"PrefillOOMError: {record.miss}" if record is not None and record.miss else ""
 
 
 def _workers(server: Any) -> list[Any]:

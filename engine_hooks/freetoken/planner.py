@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +146,18 @@ class Planner:
             sizes["num_pages"] = int(tokens) // page
         sizes |= {name: int(flags[flag]) for flag, name in _SIZE_FLAGS.items() if flag in flags}
         return sizes
+
+    def pinned(self, arguments: Sequence[str]) -> list[str]:
+        """The engine's ``arguments`` with the sizes of this start's pools in place of what they were planned by."""
+        found = [word for word in arguments if word != "--moe-cache-auto"]
+        sizes = self.present()
+        if not self.kv_explicit:
+            found += ["--num-pages", str(sizes["num_pages"])]
+        if self.experts_automatic:
+            found += ["--moe-cache-size", str(sizes["moe_cache_size"])]
+            if not self._engine.config.moe_prefill_overlap:
+                found += ["--disable-moe-prefill-overlap"]
+        return found
 
     def present(self) -> dict[str, int]:
         """The pools' sizes now, as ``sizes``."""

@@ -21,6 +21,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "Scheduler._forward": ("forward_input",),
         "Scheduler._restore_linear_states": ("batch",),
         "Scheduler.rebuild_cache": ("moe_cache_size", "num_pages"),
+        "Scheduler._process_one_msg": ("msg",),
     },
     "freetoken.scheduler.prefill": {
         "PrefillManager.add_one_req": ("req",),
@@ -55,7 +56,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "freetoken.kernel": {"fast_compare_key": ("x", "y")},
     "freetoken.utils": {"load_generation_sampling": None},
-    "freetoken.message": {"UserMsg": None},
+    "freetoken.message": {"UserMsg": None, "AbortBackendMsg": None, "ErrorReplyMsg": None},
     "freetoken.core": {"SamplingParams": None, "Req.complete_one": ()},
 }
 
@@ -68,6 +69,7 @@ SERVER_CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "_terminate_backend_workers": ("processes",),
         "_GLOBAL_STATE": None,
         "FrontendManager": None,
+        "app": None,
     },
 }
 
@@ -88,6 +90,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "device",
         "config",
         "_forward_iter",
+        "_pending_abort_acks",
+        "_abort_tombstones",
     ),
     "prefill_manager": ("pending_list",),
     "decode_manager": ("running_reqs",),
@@ -106,7 +110,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_weights_bytes",
         "_pool_cls",
     ),
-    "config": ("max_running_req", "memory_ratio", "max_extend_tokens", "model_config", "tp_info"),
+    "config": ("max_running_req", "memory_ratio", "max_extend_tokens", "model_config", "tp_info", "offline_mode"),
 }
 
 

@@ -32,7 +32,7 @@ from prefill_probe import record as records
 from prefill_probe._probe import probe
 from prefill_probe.settings import ProbeSettings
 from prefill_probe.virtual import model_directory, virtual_gpu
-from prefill_probe.virtual.device import Card
+from prefill_probe.virtual.device import Card, Device
 from prefill_probe.virtual.errors import ModelError, StartError, StartFault
 from prefill_probe.virtual.records import as_virtual
 
@@ -54,6 +54,13 @@ def estimate_serve(
         StartFault: it fails in another way.
         UntraceableError: an operator that cannot be traced.
     """
+    with started(arguments, card, verbose=verbose) as (engine, device):
+        return as_virtual(probe(engine, settings), device)
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[str], card: Card, *, verbose: bool = False) -> Iterator[tuple[FreeTokenEngine, Device]]:
+    """The engine of ``ft serve`` with ``arguments`` at the end of its start, on a virtual GPU; raises as above."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         if not verbose:
@@ -61,16 +68,15 @@ def estimate_serve(
             logging.disable(logging.WARNING)
             stack.callback(logging.disable, disabled)
         device = stack.enter_context(virtual_gpu(card))
-        config = _parsed(arguments)
+        config = parsed(arguments)
         if not verbose:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars
         engine = stack.enter_context(booted(config))
         engine.meter.timed = False
-        record = probe(engine, settings)
-        return as_virtual(record, device)
+        yield engine, device
 
 
-def _parsed(arguments: Sequence[str]) -> Any:
+def parsed(arguments: Sequence[str]) -> Any:
     """The engine's own reading of a command line.
 
     Raises:

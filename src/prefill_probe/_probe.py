@@ -17,9 +17,10 @@ from prefill_probe._advise import Adviser
 from prefill_probe.composition import Composition, Mark, Timeline, blocks_at_peak, compose, timeline
 from prefill_probe.engine import Engine, PlanRefused, Routing, ShapeRefused
 from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, Fault, classify
+from prefill_probe.guard import sizes_to_measure
 from prefill_probe.meter import Measured, Peak
 from prefill_probe.neighbours import moved_bytes
-from prefill_probe.settings import ProbeSettings, margin_for
+from prefill_probe.settings import Mode, ProbeSettings, margin_for
 from prefill_probe.shape import (
     FAMILIES,
     PLAIN,
@@ -151,6 +152,7 @@ class Session:
 
     def __init__(self, engine: Engine, settings: ProbeSettings, progress: Progress, keep: Keep) -> None:
         self.engine = engine
+        self.settings = settings
         self.progress = progress
         self.keep = keep
         self.started = time.monotonic()
@@ -213,6 +215,8 @@ class Session:
         """One run of one shape; of the full chunk where that shape cannot be."""
         family = next((each for each in self.families if each.word == word), PLAIN)
         self.run(family, self.tokens, cold=True)
+        if self.all_ok:
+            self._run_for_guard()
         if self.device_usable:
             self.idle = self.engine.meter.read()
 
@@ -231,10 +235,25 @@ class Session:
         """Every shape at full size, smaller ones where it does not come back, and the worst shape once more."""
         for family in self.families:
             if not self._comes_back(family):
+                if self.settings.mode is not Mode.ENFORCE:  # it may serve all the same
+                    self._run_for_guard()
                 return
         self._repeat(self._worst())
         if any(self.engine.gather(self._tight())):
             self._run_half(PLAIN, self.tokens)
+        self._run_for_guard()
+
+    def _run_for_guard(self) -> None:
+        """Every shape at sizes below the largest that came back: what smaller chunks need, for the guard."""
+        if not self.settings.guard or not self.device_usable or not self.reached:
+            return
+        largest = min(self.reached, self.tokens)
+        sizes = ([largest] if largest < self.tokens else []) + sizes_to_measure(largest, self.limits.align)
+        for tokens in sizes:
+            for family in self.families:
+                self.run(family, tokens, cold=True)
+                if not self.device_usable:
+                    return
 
     def _comes_back(self, family: Family) -> bool:
         """Run ``family`` at full size; if it fails, ever smaller ones until one comes back, and the full size again.
@@ -297,6 +316,7 @@ class Session:
             if not self.all_ok or not self._safe(self.tokens):
                 return
         self._repeat(self._worst())
+        self._run_for_guard()
 
     def _safe(self, tokens: int) -> bool:
         """Whether a chunk of ``tokens`` is predicted to stay clear of what does harm, on every rank."""

@@ -133,6 +133,12 @@ class Meter(Protocol):
     def graph_bytes(self) -> int:
         """What the private pools of captured graphs have taken from the device."""
 
+    def obtainable(self) -> tuple[int, int]:
+        """Bytes that are free on the device, and that the allocator holds and has not handed out; waits for nothing."""
+
+    def release(self) -> None:
+        """Give what the allocator holds unused back to the device."""
+
     def forget_peaks(self) -> None:
         """Reset the peak statistics, so that the probe's own peak is not taken for the engine's."""
 
@@ -218,6 +224,14 @@ class CudaMeter:
         segments = self._cuda.memory_snapshot()
         private = [each for each in segments if tuple(each.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL]
         return sum(int(each["total_size"]) for each in private if each.get("device", 0) == (self._device.index or 0))
+
+    def obtainable(self) -> tuple[int, int]:
+        free, _ = self._cuda.mem_get_info(self._device)
+        return free, self._cuda.memory_reserved(self._device) - self._cuda.memory_allocated(self._device)
+
+    def release(self) -> None:
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
 
     def forget_peaks(self) -> None:
         self._cuda.reset_peak_memory_stats(self._device)

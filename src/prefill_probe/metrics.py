@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from prefill_probe.record import VERDICTS, ProbeRecord, replace_file
@@ -18,6 +19,9 @@ _GAUGES = {
     "prefill_probe_duration_seconds": "Time that the probe took.",
     "prefill_probe_timestamp_seconds": "When the record was made, in seconds since 1970.",
 }
+
+
+_MISSING = "metrics need prometheus_client: pip install 'prefill-probe[metrics]'"
 
 
 class MetricsError(ValueError):
@@ -41,7 +45,9 @@ def write_metrics(records: ProbeRecord | Sequence[ProbeRecord], path: Path) -> N
 
 
 def check_path(path: Path) -> None:
-    """Raises ``MetricsError`` where ``path`` cannot be a file."""
+    """Raises ``MetricsError`` where ``path`` cannot be a file, or nothing is there to write it with."""
+    if find_spec("prometheus_client") is None:
+        raise MetricsError(_MISSING)
     if not path.parent.is_dir():
         raise MetricsError(f"{path}: there is no directory {path.parent}")
     if path.is_dir():
@@ -57,7 +63,7 @@ def metrics_text(records: Sequence[ProbeRecord]) -> str:
     try:
         from prometheus_client import CollectorRegistry, Gauge, generate_latest
     except ImportError:
-        raise MetricsError("metrics need prometheus_client: pip install 'prefill-probe[metrics]'") from None
+        raise MetricsError(_MISSING) from None
     registry = CollectorRegistry()
     gauges = {name: Gauge(name, text, _LABELS, registry=registry) for name, text in _GAUGES.items()}
     states = Gauge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -190,6 +191,15 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """Chunks were run with the first ``layers`` of ``of`` layers; ``estimated`` names fields that were not measured."""
+
+    layers: int
+    of: int
+    estimated: list[str]
+
+
+@dataclass(frozen=True)
 class ProbeRecord:
     """Everything one probe found out. Field by field in docs/record.md; sizes are bytes, times are seconds."""
 
@@ -212,6 +222,8 @@ class ProbeRecord:
     neighbours: list[Neighbour] | None = None
     notes: list[str] = field(default_factory=list)
     adapted: dict[str, Any] | None = None
+    miss: str | None = None
+    reduced: Reduced | None = None
     schema: int = field(default=SCHEMA)
 
     @property
@@ -308,6 +320,20 @@ def write_record(record: ProbeRecord, path: Path) -> None:
         OSError: the file cannot be written; nothing is left behind.
     """
     replace_file(path, record.to_json())
+
+
+def check_place(path: Path) -> None:
+    """Raise the ``OSError`` that writing a file to ``path`` would end with, as far as is known without writing.
+
+    Folders above it that are missing are made when it is written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(above))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
 
 
 def replace_file(path: Path, content: str | bytes, mode: int = 0o600) -> None:

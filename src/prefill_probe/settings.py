@@ -59,6 +59,17 @@ def parse_mode(text: str) -> Mode:
         raise ValueError(f"{text!r} is not a mode; use enforce, warn, adapt, adapt-kv or off") from None
 
 
+def parse_switch(text: str) -> bool:
+    """``on`` or ``off``.
+
+    Raises:
+        ValueError: another word.
+    """
+    if text not in ("on", "off"):
+        raise ValueError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 def parse_seconds(text: str) -> float:
     """A positive number of seconds.
 
@@ -111,6 +122,7 @@ class ProbeSettings:
             where free memory is not what it seems (``margin_for``).
         timeout_seconds: after this long the probe counts as hung.
         shapes: words of the shapes to run (``shape.FAMILIES``).
+        guard: whether sizes below the full chunk are measured too, for the guard (``guard.Needs``).
         report: file of the record; None is the state directory (``record.default_report``).
         preflight: what the estimate before the start may do; only a server's start has one.
     """
@@ -120,6 +132,7 @@ class ProbeSettings:
     timeout_seconds: float = 300.0
     shapes: tuple[str, ...] = AUTOMATIC
     report: Path | None = None
+    guard: bool = False
     preflight: Preflight = Preflight.WARN
 
     @classmethod
@@ -131,7 +144,7 @@ class ProbeSettings:
         """
         found: dict[str, Any] = {}
         for option in OPTIONS:
-            text = environ.get(option.variable, "")
+            text = environ.get(option.variable, "") or option.preset
             if not text:
                 continue
             try:
@@ -160,7 +173,8 @@ def margin_for(settings: ProbeSettings, *, wsl: bool, unified: bool) -> tuple[in
 class Option:
     """One setting as a user meets it: a flag of the engine's command and its environment twin.
 
-    ``default`` is the text that stands for the default in help.
+    ``default`` is the text that stands for the default in help. ``preset`` is what an engine's start takes where
+    nothing is given, if that is not the default of ``ProbeSettings``.
     """
 
     flag: str
@@ -170,6 +184,7 @@ class Option:
     metavar: str
     default: str
     help: str
+    preset: str = ""
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -232,5 +247,16 @@ OPTIONS: tuple[Option, ...] = (
         "An estimate on a virtual GPU like this one, before the weights are read. warn: it runs beside the load and is "
         "logged; refuse: the load waits for it (30 s at most), and does not begin where the chunk is short of more "
         "than a tenth of its need; off: none.",
+    ),
+    Option(
+        "--prefill-guard",
+        "PREFILL_GUARD",
+        "guard",
+        parse_switch,
+        "{on,off}",
+        "on",
+        "Start no prefill that cannot finish: while memory is short, prompts are processed in smaller chunks, and "
+        "requests for which there is none left end with an error (503). Needs a start that was probed.",
+        preset="on",
     ),
 )

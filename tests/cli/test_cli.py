@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -34,7 +33,7 @@ def test_help_imports_no_torch_and_every_command_carries_an_example() -> None:
 
 
 def test_check_says_what_it_needs_and_ends_with_69() -> None:
-    status, output = invoke("check", "--", "ft", "serve", "--model", "x")
+    status, output = invoke("check", "--", "ft", "serve", "--model", "on/hub")
     assert status == 69
     assert "CUDA GPU" in output
 
@@ -64,22 +63,12 @@ needs_engine = pytest.mark.skipif(
 )
 
 
-def hook_status(code: str = "", **environment: str) -> tuple[int, list[str]]:
-    """The status in an interpreter of its own, after ``code``."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nfrom prefill_probe.cli import main; main(['hook', 'status'])"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    return done.returncode, done.stdout.splitlines() or done.stderr.splitlines()
-
-
 @needs_engine
 def test_hook_status_says_in_three_lines_that_it_is_probed_by_what_and_which_engine() -> None:
-    status, (probed, by, engine) = hook_status()
-    assert (status, probed) == (0, "ft serve   probed at every start")
+    code = "from prefill_probe.cli import main; main(['hook', 'status'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    probed, by, engine = done.stdout.splitlines()
+    assert (done.returncode, probed) == (0, "ft serve   probed at every start")
     assert "prefill-probe" in by
     assert "mode enforce" in by
     assert "FreeToken" in engine
@@ -87,20 +76,33 @@ def test_hook_status_says_in_three_lines_that_it_is_probed_by_what_and_which_eng
 
 
 @needs_engine
-@pytest.mark.parametrize(
-    ("code", "environment", "wrong"),
-    [
-        ("", {"PREFILL_PROBE": "off"}, "PREFILL_PROBE=off"),
-        ("import freetoken.moe.offload_cache as m; del m.OffloadMoeCache.reset", {}, "it lacks freetoken.moe.offload"),
-        ("from engine_hooks.freetoken import switch; switch.is_off = lambda: True", {}, "switched off"),
-        ("import sys; sys.meta_path = [f for f in sys.meta_path if 'Wait' not in str(f)]", {}, "start-up file"),
-    ],
-)
-def test_hook_status_says_what_is_wrong(code: str, environment: dict[str, str], wrong: str) -> None:
-    status, lines = hook_status(code, **environment)
-    assert status == 69
-    assert lines[0].startswith(f"ft serve   not probed: {wrong}") or wrong in lines[0]
-    assert len(lines) == 3
+def test_hook_status_says_what_is_wrong() -> None:
+    """One interpreter: importing the engine takes longer than all the rest."""
+    code = """
+import os, sys
+sys.meta_path = [finder for finder in sys.meta_path if "Wait" not in str(finder)]
+from click.testing import CliRunner
+from engine_hooks.freetoken import attach, switch
+from prefill_probe.cli import main
+
+def say():
+    result = CliRunner().invoke(main, ["hook", "status"])
+    print(result.exit_code, len(result.output.splitlines()), result.output.splitlines()[0])
+
+say()
+attach._wrap_scheduler(sys.modules["freetoken.scheduler.scheduler"])
+os.environ["PREFILL_PROBE"] = "off"
+say()
+del os.environ["PREFILL_PROBE"]
+switch.is_off = lambda: True
+say()
+del sys.modules["freetoken.moe.offload_cache"].OffloadMoeCache.reset
+say()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wrong = ["the start-up file", "PREFILL_PROBE=off", "switched off", "it lacks freetoken.moe.offload_cache"]
+    for line, why in zip(done.stdout.splitlines(), wrong, strict=True):
+        assert line.startswith(f"69 3 ft serve   not probed: {why}")
 
 
 def test_disable_and_enable_are_kept_until_the_other_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

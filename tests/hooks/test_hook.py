@@ -107,7 +107,7 @@ def test_the_help_shows_every_flag_with_its_environment_twin() -> None:
         (["--prefill-probe-margin", "128"], "a number with a unit"),
         (["--prefill-probe-timeout", "-1"], "seconds above 0"),
         (["--prefill-probe-preflight", "enforce"], "use warn, refuse or off"),
-        (["--prefill-guard", "on"], "not available in this version"),
+        (["--prefill-guard", "maybe"], "neither on nor off"),
     ],
 )
 def test_a_bad_value_is_a_usage_error_before_anything_is_loaded(arguments: list[str], says: str) -> None:

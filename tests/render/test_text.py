@@ -42,7 +42,7 @@ def test_the_named_error_says_what_how_much_why_and_what_to_type_next() -> None:
         "KV cache 950000 -> 920000 tokens, prefill 50 % slower\n"
         "  --memory-ratio 0.87                             peak 1658 MiB, leaves 170 MiB   "
         "KV cache 950000 -> 870000 tokens\n"
-        "To serve without this check: --prefill-probe warn (a long prompt will end the server)"
+        "To serve all the same: --prefill-probe warn (prompts are then cut into chunks that fit)"
     )
 
 

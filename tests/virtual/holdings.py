@@ -21,7 +21,7 @@ def main() -> None:
     serve = ["--model", sys.argv[1], "--max-running-requests", "4", "--cuda-graph-max-bs", "4", "--text-model-only"]
     serve += ["--moe-cache-size", "1024", "--memory-ratio", "0.8", "--max-prefill-length", "1024", "--dummy-weight"]
     with virtual_gpu(card_of(24 << 30, (9, 0))) as device:
-        config = virtual._parsed(serve)
+        config = virtual.parsed(serve)
         with virtual.booted(config) as booted:
             import torch
             from freetoken.engine.cache_budget import expert_bytes_per_slot

@@ -46,7 +46,7 @@ def main() -> None:
         "--dummy-weight",
     ]
     with virtual_gpu(card_of(24 << 30, (9, 0))) as device:
-        config = virtual._parsed([*serve, "--text-model-only"])
+        config = virtual.parsed([*serve, "--text-model-only"])
         with virtual.booted(config) as engine:
             scheduler = engine._scheduler
             record = probe(engine, ProbeSettings(shapes=SHAPES))

@@ -66,6 +66,24 @@ def test_qwen_peaks_are_the_measured_ones(qwen: Path, chunk: int, measured: floa
     assert found[chunk] == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("geometry", "chunk", "measured"),
+    [
+        ("qwen36-35b-a3b-nvfp4", 2048, 249.1),
+        pytest.param("qwen36-35b-a3b-nvfp4", 16384, 1992.5, marks=pytest.mark.slow),
+        pytest.param("flash-next-nvfp4", 1024, 345.0, marks=pytest.mark.slow),
+        pytest.param("flash-next-nvfp4", 8192, 1635.5, marks=pytest.mark.slow),
+    ],
+)
+def test_all_layers_peak_where_the_first_four_were_measured(
+    tmp_path: Path, geometry: str, chunk: int, measured: float
+) -> None:
+    serve = ["--model", str(make_model(tmp_path, geometry)), *INCIDENT, "--text-model-only"]
+    record = recorded(["--vram", "139GiB", "--capability", "9.0", "--max-prefill-length", str(chunk)], serve)
+    assert record["model"]["layers"] in (40, 48)
+    assert peaks(record, "allocated_bytes")[chunk] == pytest.approx(measured, rel=0.01)
+
+
 def test_a_start_on_a_small_card_is_the_measured_one_step_by_step(flash_next: Path) -> None:
     evidence = Path(__file__).parents[2] / "docs" / "evidence" / "incident.json"
     real = json.loads(evidence.read_text(encoding="utf-8"))["cases"]["refused_8192"]

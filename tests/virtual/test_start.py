@@ -59,14 +59,6 @@ def test_a_start_is_followed_to_its_verdict_and_nothing_of_it_is_left(model: Pat
     assert left() == ""
 
 
-def test_a_chunk_that_does_not_fit_is_a_record_too(model: Path) -> None:
-    one = tried(model, "--max-prefill-length", "8192", found=[])
-    assert one.record is not None, "\n".join(one.log)
-    assert one.record.verdict == "does-not-fit"
-    assert any(line.was_run for line in one.record.advice)
-    assert left() == ""
-
-
 def test_flags_that_the_engine_refuses_are_its_own_message(model: Path) -> None:
     one = tried(model, "--no-such-flag", found=[])
     assert (one.record, one.exit_status) == (None, 2)

@@ -4,7 +4,8 @@ The driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CA
 Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
-that it would take; what it computes means nothing. Give ``--dummy-weight``.
+that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
+``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming.
 """
 
 import os
@@ -35,7 +36,19 @@ def _enter():
     from prefill_probe.virtual import virtual_gpu
     from prefill_probe.virtual.cards import card_of
 
-    _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
+    device = _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
+    if neighbour := os.environ.get("VIRTUAL_NEIGHBOUR"):
+        alone = device._free_beside
+
+        def beside(reserved):
+            with open(neighbour) as file:  # noqa: PTH123
+                return alone(reserved) - int(file.read() or 0)
+
+        device.allocator._device_free = beside
+        if os.environ.get("VIRTUAL_UNSEEN"):
+            import torch
+
+            torch.cuda.mem_get_info = lambda *_: (alone(device.allocator.reserved), device.card.total_bytes)
 
     from engine_hooks.freetoken.virtual import answered
 
@@ -59,6 +72,7 @@ def _answer_as_driver(size):
 
 if os.environ.get("VIRTUAL_CARD"):
     _answer_as_driver(os.environ["VIRTUAL_CARD"])
-# The estimate's process has a virtual GPU of its own.
-if os.environ.get("VIRTUAL_VRAM") and not any("freetoken.predict" in word for word in sys.orig_argv):
+# What plans or estimates on a virtual GPU has its own.
+_OWN = ("engine_hooks.freetoken.full_depth", "engine_hooks.freetoken.predict")
+if os.environ.get("VIRTUAL_VRAM") and not any(name in word for word in sys.orig_argv for name in _OWN):
     sys.meta_path.insert(0, _WaitForScheduler)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -18,8 +21,33 @@ _COMMANDS = {
 }
 
 
+class _BadUsage(click.ClickException):
+    """Bad usage in one line: the command, the argument, and what is accepted."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError) -> None:
+        path = error.ctx.command_path if error.ctx is not None else "prefill-probe"
+        super().__init__(f"{path}: {' '.join(error.format_message().split())}")
+
+    def show(self, file: Any = None) -> None:
+        click.echo(self.message, file=file, err=file is None)
+
+
+# From click 8.2 on a command without arguments shows its help this way.
+_HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
+
 class _Commands(click.Group):
     """The commands, by their table."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _in_one_line():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _in_one_line():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -35,8 +63,20 @@ class _Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except _HELP:
+        raise
+    except click.UsageError as error:
+        raise _BadUsage(error) from None
+
+
 # A width that is given: to look for the terminal's costs an import that takes a tenth of --help.
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": 78})
+@click.group(
+    "prefill-probe", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "terminal_width": 78}
+)
 @click.version_option(__version__)
 def main() -> None:
     """Run one full prefill chunk before an LLM engine serves.

@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 import time
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,14 @@ import click
 
 from prefill_probe.cli.engine_command import program
 from prefill_probe.cli.options import Given, end, finish, with_options
-from prefill_probe.faults import EX_UNAVAILABLE
+from prefill_probe.faults import EX_SOFTWARE, EX_UNAVAILABLE
+from prefill_probe.sizes import parse_size
 
 if TYPE_CHECKING:
     from prefill_probe.record import ProbeRecord
 
 _DOING = {
+    "plan": "planning for all layers",
     "load": "loading weights",
     "caches": "making caches",
     "graphs": "capturing CUDA graphs",
@@ -34,12 +38,14 @@ _DOING = {
 def check(no_weights: bool, **options: Any) -> None:
     """Start an engine command line on this machine's GPU, up to the probe, and end it: it answers nobody.
 
-    With no command after -- it runs the built-in reference engine.
+    With no command after -- it runs the built-in reference engine. --layers N makes a check of a large model short: its
+    first N layers are run, with dummy weights, and what all of them hold is planned on a virtual GPU.
     Ends with 0 (fits), 78 (does not fit), 75 (try again), 70 (a fault), 69 (no GPU or no engine), 2 (bad usage).
 
     \b
     Example:
       prefill-probe check -- ft serve --model DIR --max-prefill-length 8192
+      prefill-probe check --layers 4 -- ft serve --model DIR
       prefill-probe check --unit freetoken.service
       prefill-probe check
     """
@@ -47,6 +53,8 @@ def check(no_weights: bool, **options: Any) -> None:
     arguments = given.arguments if given.command else []
     if no_weights and not given.command:
         raise click.UsageError("--no-weights: the reference engine has no others")
+    if given.command:
+        _need_model(arguments, here=given.layers is not None)
     _need_gpu()
     line = _Line()
     try:
@@ -62,16 +70,70 @@ def check(no_weights: bool, **options: Any) -> None:
 
 
 def _engine(given: Given, arguments: list[str], no_weights: bool, line: _Line) -> ProbeRecord:
+    if given.layers is not None:
+        return _first_layers(given, given.layers, arguments, line)
+    return _started(given, [*arguments, *(["--dummy-weight"] if no_weights else [])], given.margin, line)
+
+
+def _first_layers(given: Given, layers: int, arguments: list[str], line: _Line) -> ProbeRecord:
+    """A start with the model's first layers, judged by what a start with all of them holds."""
+    from prefill_probe.cli.full_depth import full_depth
+    from prefill_probe.depth import at_full_depth, points
+    from prefill_probe.settings import ProbeSettings
+    from prefill_probe.virtual.here import card_here
+
+    settings = ProbeSettings(margin_bytes=_margin(given, arguments))
+    if find_spec("freetoken") is None:
+        end("check", EX_UNAVAILABLE, "FreeToken is not installed in this environment, and --layers plans with it")
+    line.show("plan", "")
+    try:
+        card = card_here()
+    except OSError as error:
+        end("check", EX_UNAVAILABLE, str(error))
+    with (
+        TemporaryDirectory(prefix="prefill-probe-") as directory,
+        full_depth(arguments, layers, Path(directory), card, os.environ) as depth,
+    ):
+        # Half a chunk is run only where the margin is not left, and a slope is wanted. Where running out does harm,
+        # smaller chunks are run anyway, and the margin is kept.
+        margin = settings.margin_bytes if card.integrated else card.total_bytes
+        run = _started(given, [*depth.start, "--prefill-probe", "enforce"], margin, line)
+        if run.chunk != depth.plan.chunk:
+            ours, all_ = run.chunk.effective, depth.plan.chunk.effective
+            text = f"--layers {layers}: its chunks have {ours} tokens, those of all layers {all_}; check it without"
+            end("check", EX_SOFTWARE, text)
+        record = at_full_depth(run, depth.plan, layers, settings, ratio_governs=depth.ratio_governs)
+        if record.verdict in ("tight", "does-not-fit"):
+            record = replace(record, advice=depth.advice(record, points(run)))
+    return record
+
+
+def _margin(given: Given, arguments: list[str]) -> int | None:
+    """What is given here, or deployed.
+
+    Raises:
+        click.UsageError: what is deployed is no size.
+    """
+    text = _value_of("--prefill-probe-margin", arguments) or os.environ.get("PREFILL_PROBE_MARGIN")
+    if given.margin is not None or not text:
+        return given.margin
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.UsageError(f"--prefill-probe-margin: {error}") from None
+
+
+def _started(given: Given, arguments: list[str], margin: int | None, line: _Line) -> ProbeRecord:
     from engine_hooks.freetoken.versions import READY
     from prefill_probe.record import RecordError
     from prefill_probe.start import try_start
 
     with TemporaryDirectory(prefix="prefill-probe-") as directory:
         report = Path(directory) / "record.json"
-        arguments, environment = _with_settings(given, report, arguments)
+        arguments, environment = _with_settings(given, report, arguments, margin)
         try:
             tried = try_start(
-                [program(given.command[0]), "serve", *arguments, *(["--dummy-weight"] if no_weights else [])],
+                [program(given.command[0]), "serve", *arguments],
                 environment,
                 report=report,
                 ready=READY,
@@ -99,7 +161,9 @@ def _reference(given: Given, line: _Line) -> ProbeRecord:
         end("check", error.exit_status, str(error))
 
 
-def _with_settings(given: Given, report: Path, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def _with_settings(
+    given: Given, report: Path, arguments: list[str], margin: int | None
+) -> tuple[list[str], dict[str, str]]:
     """The arguments and the environment of the start.
 
     What is given here wins over what is deployed: by flag where the command line has that flag, else by variable. A
@@ -109,7 +173,7 @@ def _with_settings(given: Given, report: Path, arguments: list[str]) -> tuple[li
     mode = _value_of("--prefill-probe", arguments) or environment.get("PREFILL_PROBE")
     settings = [
         ("--prefill-probe", "PREFILL_PROBE", "enforce" if mode in ("off", "warn") else None),
-        ("--prefill-probe-margin", "PREFILL_PROBE_MARGIN", None if given.margin is None else f"{given.margin}B"),
+        ("--prefill-probe-margin", "PREFILL_PROBE_MARGIN", None if margin is None else f"{margin}B"),
         ("--prefill-probe-timeout", "PREFILL_PROBE_TIMEOUT", None if given.timeout is None else str(given.timeout)),
         ("--prefill-probe-report", "PREFILL_PROBE_REPORT", str(report)),
         ("--prefill-probe-preflight", "PREFILL_PROBE_PREFLIGHT", "off"),  # the chunk itself is about to run
@@ -131,6 +195,24 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
         elif word.startswith(f"{flag}="):
             found = word.partition("=")[2]
     return found
+
+
+def _need_model(arguments: list[str], *, here: bool) -> None:
+    """End with 2 where the model is not there, before anything is started.
+
+    Args:
+        here: its configuration is to be read here; else a hub's name, or what a directory holds, is the engine's.
+    """
+    from prefill_probe.virtual.errors import ModelError
+    from prefill_probe.virtual.model_directory import checked, looks_like_hub_id
+
+    name = _value_of("--model", arguments) or _value_of("--model-path", arguments) or ""
+    if not here and (Path(name).expanduser().exists() or looks_like_hub_id(name)):
+        return
+    try:
+        checked(name)
+    except ModelError as error:
+        end("check", error.exit_status, str(error))
 
 
 def _need_gpu() -> None:

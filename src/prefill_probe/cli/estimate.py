@@ -70,6 +70,8 @@ def _reference(given: Given, *card: Any) -> ProbeRecord:
 
 def _engine(given: Given, *card: Any) -> ProbeRecord:
     arguments = given.arguments
+    if given.layers is not None:
+        raise click.UsageError("--layers: an estimate of an engine has all layers, and takes seconds all the same")
     if find_spec("freetoken") is None:
         end("estimate", EX_UNAVAILABLE, "FreeToken is not installed in this environment")
     # Before the first import of what reads them.

@@ -49,7 +49,7 @@ _OPTIONS = (
     click.option("--max-prefill-length", type=click.IntRange(min=1), help=_INSTEAD),
     click.option("--memory-ratio", type=Checked("ratio", _ratio), help=_INSTEAD),
     click.option("--model", metavar="DIR", help=_INSTEAD),
-    click.option("--layers", type=click.IntRange(min=1), help="Of the reference engine's model.  [default: 4]"),
+    click.option("--layers", type=click.IntRange(min=1), help="Run only the first so many of the model."),
     click.option("--unit", metavar="FILE", type=click.Path(path_type=Path), help="The command of this systemd unit."),
     click.option("--margin", type=Checked("size", parse_size), help="Headroom that must remain.  [default: 128MiB]"),
     click.option("--timeout", type=Checked("seconds", parse_seconds), help="After this it hangs.  [default: 300]"),
@@ -92,6 +92,27 @@ class Given:
             if self.model is not None and Path(self.model).exists():
                 self.model = str(Path(self.model).absolute())
             self.command = enter_unit(self.unit, self.command)
+        self._need_places()
+
+    def _need_places(self) -> None:
+        """What is to be written at the end can be, as far as is known before minutes are spent.
+
+        Raises:
+            click.UsageError: it cannot.
+        """
+        from prefill_probe.metrics import MetricsError, check_path
+        from prefill_probe.record import check_place
+
+        try:
+            if self.report is not None:
+                check_place(self.report)
+        except OSError as error:
+            raise click.UsageError(f"--report {error.filename}: {error.strerror}") from None
+        try:
+            if self.metrics is not None:
+                check_path(self.metrics)
+        except MetricsError as error:
+            raise click.UsageError(f"--metrics {error}") from None
 
     @property
     def for_reference(self) -> dict[str, Any]:
@@ -106,8 +127,6 @@ class Given:
         Raises:
             click.UsageError: the command is not the engine's, or names no model.
         """
-        if self.layers is not None:
-            raise click.UsageError("--layers is the reference engine's; an engine has the layers of its model")
         arguments = serve_arguments(self.command)
         for flag in ("--model", "--memory-ratio", "--max-prefill-length"):
             value = getattr(self, flag.lstrip("-").replace("-", "_"))

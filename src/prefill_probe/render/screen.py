@@ -61,13 +61,14 @@ def _sentence(record: ProbeRecord) -> str:
 
 def _numbers(record: ProbeRecord) -> list[str]:
     """Chunk, need, headroom and margin, one below the other."""
-    memory, need = record.memory, record.need
+    memory, need, reduced = record.memory, record.need, record.reduced
     lines = [row("chunk", chunk_text(record))]
     sizes: list[tuple[str, int, str]] = []
     if need is not None:
         of = f"calculated, {need.shape}" if need.estimated else f"run, {need.shape}"
+        of += f", {reduced.layers} of {reduced.of} layers" if reduced else ""
         sizes.append(("need", need.device_bytes, of))
-    sizes.append(("headroom", memory.headroom_bytes, "after CUDA graphs"))
+    sizes.append(("headroom", memory.headroom_bytes, "after CUDA graphs" + (", estimated" if reduced else "")))
     if need is not None:
         left = memory.headroom_bytes - need.device_bytes
         sizes.append(("leaves" if left >= 0 else "short", abs(left), ""))

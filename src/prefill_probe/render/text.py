@@ -183,7 +183,7 @@ def advice_lines(record: ProbeRecord) -> list[str]:
     lines += [f"Does not help: {flags_text(line)}: {line.reason}" for line in refused]
     if others:
         lines.append("Also possible, not run: " + "; ".join(f"{flags_text(line)} ({line.cost})" for line in others))
-    lines.append("To serve without this check: --prefill-probe warn (a long prompt will end the server)")
+    lines.append("To serve all the same: --prefill-probe warn (prompts are then cut into chunks that fit)")
     return lines
 
 

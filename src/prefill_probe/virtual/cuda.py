@@ -252,7 +252,7 @@ def _answers(device: Device) -> dict[str, Any]:
         minor=card.capability[1],
         total_memory=card.total_bytes,
         multi_processor_count=card.multiprocessors,
-        is_integrated=0,
+        is_integrated=int(card.integrated),
         is_multi_gpu_board=0,
         uuid=_UUID,
         warp_size=32,

@@ -29,6 +29,7 @@ class Card:
         usable_bytes: of it, free when nothing runs on it.
         multiprocessors: streaming multiprocessors; kernels size scratch memory by them.
         shared_bytes: shared memory of a block, opt-in.
+        integrated: its memory is the host's.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Card:
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int = 101_376
+    integrated: bool = False
 
 
 @dataclass

@@ -14,6 +14,11 @@ _REQUIRED = ("hidden_size", "num_hidden_layers", "vocab_size")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+def looks_like_hub_id(text: str) -> bool:
+    """Whether ``text`` can be the name of a model on a hub; a path that exists is none."""
+    return _HUB_ID.fullmatch(text) is not None and not Path(text).exists()
+
+
 def checked(text: str) -> Path:
     """The model directory (or GGUF file) named by ``text``.
 
@@ -22,7 +27,7 @@ def checked(text: str) -> Path:
     """
     path = Path(text).expanduser()
     if not path.exists():
-        if _HUB_ID.fullmatch(text):
+        if looks_like_hub_id(text):
             raise ModelError(f"--model {text} looks like a hub id, and no network is used: give a directory")
         raise ModelError(f"--model {text}: no such directory")
     if path.suffix == ".gguf":
