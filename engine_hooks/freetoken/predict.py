@@ -28,9 +28,10 @@ def main() -> None:
 
 def _predict(request: tuple[bytes, str, Mapping[str, int]]) -> Prediction:
     pickled, which, free = request
-    card = driver.card_at(which, free)
-    if card is None:
-        raise Unpredicted("no CUDA GPU answers", quiet=True)
+    try:
+        card = driver.card_at(which, free)
+    except OSError as error:
+        raise Unpredicted(f"no CUDA GPU answers: {error}", quiet=True) from None
     return predicted(pickled, card)
 
 
