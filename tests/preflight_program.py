@@ -7,6 +7,7 @@ import time
 
 from prefill_probe.preflight import Prediction, Unpredicted, answer
 
+_OUT = 0  # where its answer goes
 FOUND = Prediction("a card", 15 << 30, 16 << 30, 8192, "full chunk", 1640 << 20, 552 << 20)
 
 
@@ -17,13 +18,19 @@ def _predict(request: str) -> Prediction:
         time.sleep(600)
     if request == "dies":
         os.kill(os.getpid(), 9)
+    if request == "babbles":
+        os.write(_OUT, b'{"card": "a ca')
+        os._exit(3)
     if request == "fails":
         raise RuntimeError("an engine\nthat fails")
     if request == "no gpu":
         raise Unpredicted("no CUDA GPU answers", quiet=True)
-    assert os.nice(0) == (19 if request == "beside" else 0)
+    gives_way = (19, os.SCHED_IDLE) if request == "beside" else (0, os.SCHED_OTHER)
+    assert (os.nice(0), os.sched_getscheduler(0)) == gives_way
     return FOUND
 
 
 def main() -> None:
+    global _OUT
+    _OUT = os.dup(1)
     answer(_predict)

@@ -52,7 +52,8 @@ def test_what_the_child_finds_comes_back_whatever_else_it_prints(beside: bool) -
     ("request_", "says", "quiet"),
     [
         ("fails", "RuntimeError: an engine that fails", False),
-        ("dies", "ended without a word (status -9)", False),
+        ("dies", "it ended without a word (status -9)", False),
+        ("babbles", "ended in the middle of a word (status 3)", False),
         ("no gpu", "no CUDA GPU answers", True),
     ],
 )

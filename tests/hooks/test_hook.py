@@ -106,7 +106,6 @@ def test_the_help_shows_every_flag_with_its_environment_twin() -> None:
         (["--prefill-probe", "adjust"], "use enforce, warn, adapt, adapt-kv or off"),
         (["--prefill-probe-margin", "128"], "a number with a unit"),
         (["--prefill-probe-timeout", "-1"], "seconds above 0"),
-        (["--prefill-probe-preflight", "enforce"], "use warn, refuse or off"),
         (["--prefill-guard", "maybe"], "neither on nor off"),
     ],
 )

@@ -1,6 +1,6 @@
 """On PYTHONPATH: the ranks of an ``ft serve`` find a virtual GPU of ``VIRTUAL_VRAM`` (``15.5GiB``).
 
-The driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CARD``, if that is set, or ``hangs``.
+The driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CARD``, if that is set.
 Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
@@ -56,18 +56,12 @@ def _enter():
 
 
 def _answer_as_driver(size):
-    import time
-
-    from prefill_probe import driver, preflight
+    from prefill_probe import driver
     from prefill_probe.sizes import parse_size
     from prefill_probe.virtual.cards import card_of
 
     driver.free_bytes = lambda: {}
-    if size == "hangs":
-        preflight.WAITED_SECONDS = 2.0
-        driver.card_at = lambda which, free: time.sleep(600)
-    else:
-        driver.card_at = lambda which, free: card_of(parse_size(size), (12, 0), "a card of the test")
+    driver.card_at = lambda which, free: card_of(parse_size(size), (12, 0), "a card of the test")
 
 
 if os.environ.get("VIRTUAL_CARD"):
