@@ -23,6 +23,7 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         "PREFILL_PROBE_TIMEOUT",
         "PREFILL_PROBE_SHAPES",
         "PREFILL_PROBE_REPORT",
+        "PREFILL_PROBE_PREFLIGHT",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prefill_probe import Mode, ProbeSettings
-from prefill_probe.settings import parse_shapes
+from prefill_probe.settings import Preflight, parse_shapes
 
 
 def test_an_empty_environment_is_the_default() -> None:
@@ -21,8 +21,10 @@ def test_every_setting_has_its_variable() -> None:
         "PREFILL_PROBE_SHAPES": "packed, deep",
         "PREFILL_PROBE_REPORT": "/var/lib/x.json",
         "PREFILL_GUARD": "off",
+        "PREFILL_PROBE_PREFLIGHT": "refuse",
     }
-    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, ("full", "deep", "packed"), Path("/var/lib/x.json"))
+    shapes, report = ("full", "deep", "packed"), Path("/var/lib/x.json")
+    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, shapes, report, preflight=Preflight.REFUSE)
     assert ProbeSettings.from_environ(environ) == expected
 
 
@@ -35,6 +37,7 @@ def test_every_setting_has_its_variable() -> None:
         ("PREFILL_PROBE_TIMEOUT", "0", "seconds above 0"),
         ("PREFILL_PROBE_TIMEOUT", "inf", "seconds above 0"),
         ("PREFILL_PROBE_TIMEOUT", "soon", "seconds above 0"),
+        ("PREFILL_PROBE_PREFLIGHT", "enforce", "warn, refuse or off"),
     ],
 )
 def test_a_bad_value_names_its_variable_and_what_is_accepted(variable: str, value: str, accepted: str) -> None:

@@ -2,7 +2,7 @@
 
 * ``Scheduler.__init__``: the probe runs at its end, in every rank's process and in ``freetoken.llm.LLM``.
 * ``server.args.parse_args``: the probe's flags.
-* ``server.api_server``: the exit status of a start that the probe stopped.
+* ``server.api_server``: the estimate before a start, and the exit status of one that the probe stopped.
 
 An engine whose internals do not keep the contract is left alone, with one warning.
 """
@@ -99,11 +99,12 @@ def _wrap_args(module: ModuleType) -> None:
 
 
 def _wrap_api_server(module: ModuleType) -> None:
-    """End a stopped start with the probe's exit status, and answer what the guard refuses with 503."""
-    from engine_hooks.freetoken import exits, unavailable, versions
+    """Estimate a start, end a stopped one with the probe's exit status, answer what the guard refuses with 503."""
+    from engine_hooks.freetoken import exits, preflight, unavailable, versions
 
     if not versions.missing({module.__name__: module}, versions.SERVER_CONTRACT):
         exits.wrap(module)
+        preflight.wrap(module)
         module.app.add_middleware(unavailable.Unavailable)
 
 

@@ -13,9 +13,6 @@ from typing import Any
 
 from prefill_probe.settings import OPTIONS
 
-# Flags of the product whose work this version does not do yet: only "off" is accepted, so that nothing is promised.
-_LATER = (("--prefill-probe-preflight", "PREFILL_PROBE_PREFLIGHT", "an estimate before any weight is read"),)
-
 
 def parse_with_probe(module: Any, parse_args: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``parse_args`` of ``freetoken.server.args`` (the module), with the probe's flags."""
@@ -67,12 +64,6 @@ def _checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check
 
 
-def _only_off(text: str) -> str:
-    if text != "off":
-        raise argparse.ArgumentTypeError(f"{text!r} is not available in this version; use off")
-    return text
-
-
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "prefill probe", "One full prefill chunk is run before the server answers (package prefill-probe)."
@@ -84,14 +75,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             type=_checked(option.parse),
             metavar=option.metavar,
             help=f"{option.help} Default: {option.default} (environment: {option.variable}).".replace("%", "%%"),
-        )
-    for flag, variable, what in _LATER:
-        group.add_argument(
-            flag,
-            dest=_dest(flag),
-            type=_only_off,
-            metavar="{off}",
-            help=f"{what}; not available in this version (environment: {variable}).",
         )
 
 
@@ -106,14 +89,11 @@ def _export(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None
             os.environ[option.variable] = text
         else:
             _check_environment(parser, option.variable, option.parse)
-    for flag, variable, _ in _LATER:
-        if vars(parsed).pop(_dest(flag)) is None:
-            _check_environment(parser, variable, _only_off)
 
 
 def _check_environment(parser: argparse.ArgumentParser, variable: str, parse: Callable[[str], Any]) -> None:
     if text := os.environ.get(variable):
         try:
             parse(text)
-        except (ValueError, argparse.ArgumentTypeError) as error:
+        except ValueError as error:
             parser.error(f"environment variable {variable}: {error}")

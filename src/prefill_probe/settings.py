@@ -27,6 +27,26 @@ class Mode(str, enum.Enum):
         return self in (Mode.ADAPT, Mode.ADAPT_KV)
 
 
+class Preflight(str, enum.Enum):
+    """What an estimate made before any weight is read does to a start."""
+
+    WARN = "warn"
+    REFUSE = "refuse"
+    OFF = "off"
+
+
+def parse_preflight(text: str) -> Preflight:
+    """What the estimate before the start may do.
+
+    Raises:
+        ValueError: an unknown word.
+    """
+    try:
+        return Preflight(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not accepted; use warn, refuse or off") from None
+
+
 def parse_mode(text: str) -> Mode:
     """A mode word.
 
@@ -104,6 +124,7 @@ class ProbeSettings:
         shapes: words of the shapes to run (``shape.FAMILIES``).
         guard: whether sizes below the full chunk are measured too, for the guard (``guard.Needs``).
         report: file of the record; None is the state directory (``record.default_report``).
+        preflight: what the estimate before the start may do; only a server's start has one.
     """
 
     mode: Mode = Mode.ENFORCE
@@ -112,6 +133,7 @@ class ProbeSettings:
     shapes: tuple[str, ...] = AUTOMATIC
     report: Path | None = None
     guard: bool = False
+    preflight: Preflight = Preflight.WARN
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProbeSettings:
@@ -214,6 +236,17 @@ OPTIONS: tuple[Option, ...] = (
         "FILE",
         "the state directory",
         "Where the probe's record (JSON) is written.",
+    ),
+    Option(
+        "--prefill-probe-preflight",
+        "PREFILL_PROBE_PREFLIGHT",
+        "preflight",
+        parse_preflight,
+        "{warn,refuse,off}",
+        "warn",
+        "An estimate on a virtual GPU like this one, before the weights are read. warn: it runs beside the load and is "
+        "logged; refuse: the load waits for it (30 s at most), and does not begin where the chunk is short of more "
+        "than a tenth of its need; off: none.",
     ),
     Option(
         "--prefill-guard",

@@ -38,9 +38,13 @@ def serve(model: Path, *more: str) -> list[str]:
 
 
 @needs_engine
-def test_what_is_deployed_is_checked_whatever_its_own_probe_is_set_to(gpu: Path, tmp_path: Path) -> None:
-    """Off in the deployed command line, a record of its own, and a larger margin here than there."""
+def test_what_is_deployed_is_checked_whatever_its_own_probe_is_set_to(
+    gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off in the deployed command line, a preflight that refuses, a record of its own, a smaller margin than here."""
+    monkeypatch.setenv("VIRTUAL_CARD", "15.5GiB")
     deployed = ["--max-prefill-length", "8192", "--prefill-probe", "off", "--prefill-probe-margin", "1MiB"]
+    deployed += ["--prefill-probe-preflight", "refuse"]
     more = [*deployed, "--prefill-probe-report", str(tmp_path / "deployed.json")]
     here = ["--no-weights", "--margin", "256MiB", "--memory-ratio", "0.95", "--report", str(tmp_path / "r.json")]
     result = CliRunner().invoke(main, ["check", *here, *serve(gpu, *more)])

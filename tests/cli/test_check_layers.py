@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from prefill_probe import driver
 from prefill_probe.cli import check as module
 from prefill_probe.cli import main
 from prefill_probe.geometry import make_model
 from prefill_probe.sizes import GIB
-from prefill_probe.virtual import here
 from prefill_probe.virtual.cards import card_of
 
 SITE = str(Path(__file__).parents[1] / "virtual_site")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToke
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose GPU of 24 GiB is virtual."""
     monkeypatch.setattr(module, "_need_gpu", lambda: None)
-    monkeypatch.setattr(here, "card_here", lambda: card_of(24 * GIB, (12, 0)))
+    monkeypatch.setattr(driver, "card_here", lambda: card_of(24 * GIB, (12, 0)))
     path = os.pathsep.join([SITE, os.environ.get("PYTHONPATH", "")])
     for name, value in {"VIRTUAL_VRAM": "24GiB", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

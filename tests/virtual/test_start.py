@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,16 +33,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "flash-next-nvfp4", layers=4)
 
 
-def tried(model: Path, *more: str, found: list[tuple[str, str]]) -> Tried:
+def tried(
+    model: Path,
+    *more: str,
+    found: list[tuple[str, str]],
+    echo: Callable[[str], None] = lambda line: None,
+    **environment: str,
+) -> Tried:
     report = model / "record.json"
     report.unlink(missing_ok=True)
     return try_start(
         [sys.executable, "-m", "freetoken.cli", "serve", "--model", str(model), *INCIDENT, *more],
         {**os.environ, "VIRTUAL_VRAM": "15.5GiB", "PYTHONPATH": SITE, "HF_HUB_OFFLINE": "1"}
-        | {"PREFILL_PROBE_REPORT": str(report)},
+        | {"PREFILL_PROBE_REPORT": str(report), **environment},
         report=report,
         ready=READY,
         progress=lambda stage, text: found.append((stage, text)),
+        echo=echo,
     )
 
 
@@ -46,17 +57,69 @@ def left() -> str:
     return subprocess.run(["pgrep", "-f", "freetoken-TP0|18931"], capture_output=True, text=True, check=False).stdout
 
 
-def test_a_start_is_followed_to_its_verdict_and_nothing_of_it_is_left(model: Path) -> None:
+@dataclass(frozen=True)
+class Followed:
+    """A start that fits; ``left`` of it are processes after that."""
+
+    tried: Tried
+    stages: list[str]
+    printed: list[str]
+    left: str
+
+
+@pytest.fixture(scope="module")
+def followed(model: Path) -> Followed:
+    """One, whose ranks load only once the estimate beside the load is there."""
+    loaded = model / "loaded"
     found: list[tuple[str, str]] = []
-    one = tried(model, "--max-prefill-length", "2048", found=found)
+    printed: list[str] = []
+
+    def echo(line: str) -> None:
+        printed.append(line)
+        if '"prefill-probe"' in line and "preflight" in line:
+            loaded.touch()
+
+    no_longer = threading.Timer(90, loaded.touch)
+    no_longer.start()
+    try:
+        one = tried(
+            model,
+            "--max-prefill-length",
+            "2048",
+            found=found,
+            echo=echo,
+            VIRTUAL_CARD="15.5GiB",
+            VIRTUAL_LOAD=str(loaded),
+            PREFILL_PROBE_PREFLIGHT="warn",
+            XDG_STATE_HOME=str(model),  # it outlives one test, whose state directory is not this
+        )
+    finally:
+        no_longer.cancel()
+    return Followed(one, list(dict.fromkeys(stage for stage, _ in found)), printed, left())
+
+
+def test_a_start_is_followed_to_its_verdict_and_nothing_of_it_is_left(followed: Followed) -> None:
+    one = followed.tried
     assert one.record is not None, "\n".join(one.log)
     assert one.record.verdict in ("fits", "tight")
-    assert list(dict.fromkeys(stage for stage, _ in found)) == [
-        stages.LOAD, stages.CACHES, stages.GRAPHS, stages.CHUNK, stages.VERDICT,
-    ]  # fmt: skip
+    assert followed.stages == [stages.LOAD, stages.CACHES, stages.GRAPHS, stages.CHUNK, stages.VERDICT]
     # It is ended before it answers anybody.
     assert not any(READY in line for line in one.log)
-    assert left() == ""
+    assert followed.left == ""
+
+
+def test_what_is_estimated_of_it_is_said_before_it_loads_and_it_goes_on(followed: Followed) -> None:
+    said = [line for line in followed.printed if "preflight (" in line]
+    assert len(said) == 1, followed.printed
+    assert '"level": "info"' in said[0]
+    found = re.search(
+        r"a prefill chunk of 2048 tokens needs about (\d+) MiB, headroom about 5\d\d MiB: leaves", said[0]
+    )
+    assert found is not None, said
+    # What this chunk takes of an H200.
+    assert int(found[1]) == pytest.approx(434.9, rel=0.01)
+    assert "Free memory before loading model" not in "".join(followed.printed[: followed.printed.index(said[0])])
+    assert followed.stages[-1] == stages.VERDICT
 
 
 def test_flags_that_the_engine_refuses_are_its_own_message(model: Path) -> None:

@@ -1,5 +1,8 @@
 """On PYTHONPATH: the ranks of an ``ft serve`` find a virtual GPU of ``VIRTUAL_VRAM`` (``15.5GiB``).
 
+The driver, which the estimate before a start asks, knows a card of ``VIRTUAL_CARD``, if that is set.
+Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
+
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
 that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
 ``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming.
@@ -22,7 +25,12 @@ class _WaitForScheduler:
 def _enter():
     global _entered  # never left: the process ends with it
     import contextlib
+    import time
+    from pathlib import Path
 
+    loaded = os.environ.get("VIRTUAL_LOAD")
+    while loaded and "spawn_main" in "".join(sys.orig_argv) and not Path(loaded).exists():
+        time.sleep(0.1)
     _entered = contextlib.ExitStack()
     from prefill_probe.sizes import parse_size
     from prefill_probe.virtual import virtual_gpu
@@ -47,6 +55,18 @@ def _enter():
     _entered.enter_context(answered())
 
 
-# The process that plans on a virtual GPU has its own.
-if os.environ.get("VIRTUAL_VRAM") and "engine_hooks.freetoken.full_depth" not in sys.orig_argv:
+def _answer_as_driver(size):
+    from prefill_probe import driver
+    from prefill_probe.sizes import parse_size
+    from prefill_probe.virtual.cards import card_of
+
+    driver.free_bytes = lambda: {}
+    driver.card_at = lambda which, free: card_of(parse_size(size), (12, 0), "a card of the test")
+
+
+if os.environ.get("VIRTUAL_CARD"):
+    _answer_as_driver(os.environ["VIRTUAL_CARD"])
+# What plans or estimates on a virtual GPU has its own.
+_OWN = ("engine_hooks.freetoken.full_depth", "engine_hooks.freetoken.predict")
+if os.environ.get("VIRTUAL_VRAM") and not any(name in word for word in sys.orig_argv for name in _OWN):
     sys.meta_path.insert(0, _WaitForScheduler)

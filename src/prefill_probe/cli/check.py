@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from prefill_probe import driver
 from prefill_probe.cli.engine_command import program
 from prefill_probe.cli.options import Given, end, finish, with_options
 from prefill_probe.faults import EX_SOFTWARE, EX_UNAVAILABLE
@@ -80,14 +80,13 @@ def _first_layers(given: Given, layers: int, arguments: list[str], line: _Line) 
     from prefill_probe.cli.full_depth import full_depth
     from prefill_probe.depth import at_full_depth, points
     from prefill_probe.settings import ProbeSettings
-    from prefill_probe.virtual.here import card_here
 
     settings = ProbeSettings(margin_bytes=_margin(given, arguments))
     if find_spec("freetoken") is None:
         end("check", EX_UNAVAILABLE, "FreeToken is not installed in this environment, and --layers plans with it")
     line.show("plan", "")
     try:
-        card = card_here()
+        card = driver.card_here()
     except OSError as error:
         end("check", EX_UNAVAILABLE, str(error))
     with (
@@ -176,6 +175,7 @@ def _with_settings(
         ("--prefill-probe-margin", "PREFILL_PROBE_MARGIN", None if margin is None else f"{margin}B"),
         ("--prefill-probe-timeout", "PREFILL_PROBE_TIMEOUT", None if given.timeout is None else str(given.timeout)),
         ("--prefill-probe-report", "PREFILL_PROBE_REPORT", str(report)),
+        ("--prefill-probe-preflight", "PREFILL_PROBE_PREFLIGHT", "off"),  # the chunk itself is about to run
     ]
     for flag, variable, value in settings:
         deployed = _value_of(flag, arguments)
@@ -216,13 +216,7 @@ def _need_model(arguments: list[str], *, here: bool) -> None:
 
 def _need_gpu() -> None:
     """End with 69 where no CUDA GPU answers: the driver is asked, and no context made."""
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-    except OSError:
-        found = False
-    if not found:
+    if driver.count() == 0:
         end("check", EX_UNAVAILABLE, "no CUDA GPU answers on this machine; `prefill-probe estimate` needs none")
 
 

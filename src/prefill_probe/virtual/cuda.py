@@ -38,7 +38,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]
             return _PINNED[func](args[0])
         if func in _INDEXING and args[0].is_cuda:
             return func(args[0], self._positions(args[1]), *args[2:])
-        if any(self._means_cuda(value) for value in args):
+        if any(type(value) in _NAMES and self._means_cuda(value) for value in args):
             args = tuple(self._device if self._means_cuda(value) else value for value in args)
         if kwargs:
             if self._means_cuda(kwargs.get("device")):
@@ -70,6 +70,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]
         return isinstance(value, str) and value == "cuda"
 
 
+_NAMES = (str, torch.device)
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor}
 _PINNED: dict[Any, Callable[[Any], Any]] = {

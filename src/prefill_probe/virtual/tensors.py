@@ -15,6 +15,8 @@ Every new storage is one block of the device's allocator, until its last referen
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import mmap
 import weakref
@@ -73,6 +75,9 @@ _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PINNING = {_aten.pin_memory, _aten._pin_memory}
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class DeviceTensor(torch.Tensor):  # type: ignore[misc]
     """A tensor of the virtual GPU; ``held`` stands for its memory."""
 
@@ -84,7 +89,7 @@ class DeviceTensor(torch.Tensor):  # type: ignore[misc]
     @staticmethod
     def __new__(cls, held: torch.Tensor, device_memory: Tracing) -> DeviceTensor:
         # Not an inference tensor, wherever it is made: those and ordinary ones cannot be views of one another.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 held.size(),
@@ -194,10 +199,9 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         if not on_device and not to_device:
             return self._on_host(func, args, kwargs)
         packet = func.overloadpacket
-        composite = torch._C.DispatchKey.CompositeImplicitAutograd
-        if packet not in _FUSED and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+        if _is_composed(func):
             with self:
-                return func._op_dk(composite, *args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         self.operators += 1
         if packet is _aten._to_copy and device is not None and not to_device:
             return self._to_host(func, args, kwargs)
@@ -240,7 +244,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         if func.overloadpacket is _aten.index:
             args = (args[0], self._by_position(args[1]))
-        elif _BY_VALUE.intersection(func.tags):
+        elif _depends_on_values(func):
             for tensor in on_device:
                 self.need_known(tensor, func.name())
             return self._for_real(func, args, kwargs, on_device)
@@ -446,20 +450,39 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UntraceableError(func.name(), "it has no rule for the shape of its result") from None
 
 
+# An operator is called many thousand times: what it is, is looked up once.
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    """Whether an operator is made of others, which are answered one by one."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return func.overloadpacket not in _FUSED and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@functools.cache
+def _depends_on_values(func: Any) -> bool:
+    return bool(_BY_VALUE.intersection(func.tags))
+
+
+@functools.cache
 def _has_host_kernel(func: Any) -> bool:
     """Whether an operator can be computed in host memory; a few are a GPU's alone."""
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"))
 
 
+@functools.cache
 def _writes(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
+@functools.cache
 def _overwrites(func: Any) -> bool:
     """Whether what an operator writes does not depend on what was there."""
     return func.overloadpacket in (_aten.copy_, _aten.fill_, _aten.zero_)
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
