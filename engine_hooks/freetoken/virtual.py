@@ -4,7 +4,7 @@ What is answered here is what reaches beside torch and Triton:
 
 * kernels in C++ and CUDA, which the engine compiles or loads: modules whose functions do nothing;
 * host memory that is pinned for the device: nothing is pinned;
-* the weights: dummies, which have no contents.
+* the weights: dummies, which have no contents (of compressed ones ``compressed`` knows the size).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed
 
+from engine_hooks.freetoken import compressed
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from engine_hooks.freetoken.planner import tap
 from prefill_probe import record as records
@@ -133,7 +134,7 @@ def booted(config: Any) -> Iterator[FreeTokenEngine]:
     from freetoken.scheduler import Scheduler
 
     config = replace(config, use_dummy_weight=True, offline_mode=True)
-    with answered(), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
+    with answered(), compressed.answered(config), mock.patch.dict(os.environ, PREFILL_PROBE="off"):
         try:
             try:
                 with tap(config) as noted:
