@@ -30,7 +30,25 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
 
+# Files that take longest, longest first: whoever runs several files at a time is not left with one of them at the end.
+LONGEST = (
+    "test_hook.py",
+    "test_guard_serve.py",
+    "test_estimate.py",
+    "test_no_trace.py",
+    "test_check_layers.py",
+    "test_start.py",
+    "test_check_cli.py",
+    "test_engine.py",
+    "test_estimate_reference.py",
+    "test_ranks.py",
+    "test_install.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     gpu = None
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -51,6 +51,7 @@ def record_of(model: Path) -> dict[str, Any]:
 INCIDENT = ["--moe-cache-size", "512", "--disable-moe-prefill-overlap"]
 
 
+@pytest.mark.slow
 def test_a_chunk_that_all_layers_leave_no_room_for_does_not_fit_and_advice_is_not_run(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "flash-next-nvfp4")
     result = checked(model, 4, *INCIDENT, "--max-prefill-length", "8192")

@@ -148,6 +148,7 @@ def test_a_prefill_that_runs_out_all_the_same_ends_the_server_by_name(
         assert "CUDA out of memory. Tried to allocate" in miss
 
 
+@pytest.mark.slow
 def test_a_server_that_was_only_warned_survives_the_long_prompt_that_was_to_end_it(serve: Any) -> None:
     with serve("--max-prefill-length", "8192", "--prefill-probe", "warn") as one:
         assert one.wait(200, until_ready=True) == "ready", one.text()[-3000:]

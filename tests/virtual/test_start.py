@@ -129,6 +129,7 @@ def test_flags_that_the_engine_refuses_are_its_own_message(model: Path) -> None:
     assert "--no-such-flag" in one.log[-1]
 
 
+@pytest.mark.slow
 def test_a_start_that_has_no_room_for_its_caches_says_how_far_it_came(model: Path) -> None:
     one = tried(model, "--num-tokens", "200000000", found=[])
     assert one.record is None
@@ -184,5 +185,5 @@ try_start(
         assert process.stdout is not None
         grandchild = int(process.stdout.readline())
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         assert not Path(f"/proc/{grandchild}").exists() or "Z" in Path(f"/proc/{grandchild}/stat").read_text()
