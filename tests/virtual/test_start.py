@@ -167,10 +167,12 @@ def test_what_a_start_without_a_verdict_ended_by(log: tuple[str, ...], status: i
 
 
 def test_an_interrupt_ends_every_process_of_the_start(tmp_path: Path) -> None:
+    # A shell starts what it runs in the background with interrupts ignored.
     code = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from prefill_probe.start import try_start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(77)']);"
 child += "print(p.pid, flush=True); time.sleep(77)"
 try_start(
