@@ -104,12 +104,13 @@ class Ballast:
         return self._ask("read")[0]
 
     def settle(self, seconds: float = 20.0) -> int:
-        """Wait until free memory no longer rises (a process that ended gives its memory back late); returns it."""
-        before, end = -1, time.monotonic() + seconds
-        while (now := self.free()) > before and time.monotonic() < end:
-            before = now
-            time.sleep(0.5)
-        return now
+        """Wait until free memory has not risen for two seconds, for what ended gives it back late; returns it."""
+        highest, since, end = -1, time.monotonic(), time.monotonic() + seconds
+        while time.monotonic() < min(end, since + 2.0):
+            if (now := self.free()) > highest:
+                highest, since = now, time.monotonic()
+            time.sleep(0.25)
+        return highest
 
     def reset(self) -> int:
         """Start to look for the lowest free memory; returns free bytes now."""
@@ -263,7 +264,7 @@ def versions() -> dict[str, Any]:
 
 
 class Evidence:
-    """One evidence file. Cases of earlier runs stay until they are run again; each says when and on what it was run."""
+    """One evidence file. Each case says when and on what it was run; what it said before that is in ``earlier``."""
 
     def __init__(self, name: str, about: dict[str, Any], directory: Path | None = None) -> None:
         self.path = (directory or EVIDENCE) / f"{name}.json"
@@ -280,6 +281,8 @@ class Evidence:
     def add(self, case: str, result: dict[str, Any]) -> None:
         """Write the result of ``case``, whatever it is."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if case in self._document["cases"]:
+            self._document.setdefault("earlier", []).append({"case": case} | self._document["cases"][case])
         self._document["cases"][case] = {"date": now, "versions": versions()} | result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self._document, indent=1) + "\n", encoding="utf-8")
