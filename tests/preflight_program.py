@@ -25,7 +25,9 @@ def _predict(request: str) -> Prediction:
         raise RuntimeError("an engine\nthat fails")
     if request == "no gpu":
         raise Unpredicted("no CUDA GPU answers", quiet=True)
-    gives_way = (19, os.SCHED_IDLE) if request == "beside" else (0, os.SCHED_OTHER)
+    parent = os.getppid()
+    as_parent = os.getpriority(os.PRIO_PROCESS, parent), os.sched_getscheduler(parent)
+    gives_way = (19, os.SCHED_IDLE) if request == "beside" else as_parent
     assert (os.nice(0), os.sched_getscheduler(0)) == gives_way
     return FOUND
 
