@@ -59,6 +59,7 @@ def test_what_is_deployed_is_checked_whatever_its_own_probe_is_set_to(
     assert not (tmp_path / "deployed.json").exists()
 
 
+@pytest.mark.slow
 @needs_engine
 def test_a_unit_is_checked_with_its_own_environment(gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

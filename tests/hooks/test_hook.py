@@ -312,6 +312,7 @@ def test_a_rank_that_ended_by_itself_is_named_by_its_record(tmp_path: Path) -> N
     assert "PrefillOOMError: a full prefill chunk does not fit this GPU" in json.loads(health)["message"]
 
 
+@pytest.mark.slow
 def test_any_other_death_ends_as_without_this_package(tmp_path: Path) -> None:
     status, _, _, _, log = boot("other", tmp_path, 19304)
     assert status == -signal.SIGTERM, log

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import traceback
 from typing import Any
 
 from engine_digest import differing, digest
@@ -76,11 +75,11 @@ def places(engine: Any, shape: Any, device: Any, allocate: Any) -> list[tuple[in
 
     def note(size: int) -> Any:
         calls[0] += 1
-        frames = [
-            f for f in traceback.extract_stack() if "/freetoken/" in f.filename and "engine_hooks" not in f.filename
-        ]
-        if frames:
-            seen.setdefault(f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}", calls[0])
+        frame = sys._getframe()
+        while frame and ("/freetoken/" not in frame.f_code.co_filename or "engine_hooks" in frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame:
+            seen.setdefault(f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}", calls[0])
         return allocate(size)
 
     device.allocate = note

@@ -110,6 +110,7 @@ def test_reserved_peaks_are_the_measured_ones_where_the_kv_pool_ends_in_a_page_a
         assert max(each[row]["reserved"] for each in found) - min(each[row]["reserved"] for each in found) <= 2 * 20 + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("geometry", "chunk", "measured"),
     [
@@ -180,6 +181,7 @@ def test_a_card_that_is_too_small_to_start_on_is_said_in_one_line(flash_next: Pa
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_full_estimate_takes_little_memory_of_the_host(flash_next: Path) -> None:
     program = (
         "import resource, sys\nfrom prefill_probe.cli import main\ntry:\n    main()\nexcept SystemExit:\n"

@@ -125,6 +125,7 @@ def test_without_the_guard_the_same_ends_the_server(serve: Any, neighbour: Neigh
         assert one.wait(40, until_ready=False) == "ended"
 
 
+@pytest.mark.slow
 def test_a_prefill_that_runs_out_all_the_same_ends_the_server_by_name(
     serve: Any, neighbour: Neighbour, tmp_path: Path
 ) -> None:
