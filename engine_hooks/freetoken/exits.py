@@ -21,6 +21,8 @@ from prefill_probe.watch import marker_of
 
 # After the engine's own grace period: how long an orderly shutdown may take before it is cut short.
 _SHUTDOWN_SECONDS = 2.0
+# How long a killed process may take to go: longer only in a driver's call that cannot be interrupted.
+_GONE_SECONDS = 10.0
 
 
 def wrap(module: ModuleType) -> None:
@@ -133,6 +135,10 @@ def _workers(server: Any) -> list[Any]:
 
 
 def _reap(server: Any) -> None:
+    """End what still lives, and wait until it is gone: a killed process keeps its GPU memory until it is."""
     processes = _workers(server)
     server._terminate_backend_workers(processes)
     server._reap_backend_workers(processes, timeout=1.0)
+    end = time.monotonic() + _GONE_SECONDS
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        time.sleep(0.02)

@@ -177,10 +177,6 @@ def test_llm_with_a_bad_setting_fails_before_it_loads() -> None:
 
 SERVER = """
 import multiprocessing as mp, os, sys, time
-from dataclasses import replace
-from freetoken.server import api_server
-from freetoken.server.supervisor import BackendHandle
-api_server.BACKEND_DEATH_EXIT_GRACE_S = 1.0
 
 def worker(queue, how):
     if how == "named":
@@ -211,6 +207,7 @@ def deaf(queue):
     time.sleep(300)
 
 def start():
+    from freetoken.server.supervisor import BackendHandle
     mp.set_start_method("spawn", force=True)
     queue = mp.Queue()
     processes = [mp.Process(target=worker, args=(queue, sys.argv[1])), mp.Process(target=deaf, args=(queue,))]
@@ -220,9 +217,11 @@ def start():
     return BackendHandle(ack_queue=queue, processes=processes, expected_acks=2)
 
 if __name__ == "__main__":
-    from freetoken.server.args import ServerArgs
-    from freetoken.distributed import DistributedInfo
     import torch
+    from freetoken.distributed import DistributedInfo
+    from freetoken.server import api_server
+    from freetoken.server.args import ServerArgs
+    api_server.BACKEND_DEATH_EXIT_GRACE_S = 1.0
     config = ServerArgs(model_path=sys.argv[3], tp_info=DistributedInfo(0, 1), dtype=torch.bfloat16,
                         use_dummy_weight=True, server_port=int(sys.argv[2]))
     api_server.run_api_server(config, start, run_shell=False)
@@ -281,6 +280,35 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+def test_who_is_killed_is_waited_for() -> None:
+    """It holds its GPU memory until it is gone, and a unit that is restarted at once would not find it free."""
+    done = python(
+        """
+        import multiprocessing, signal, time
+        from types import SimpleNamespace
+        from freetoken.server import api_server
+        from engine_hooks.freetoken import exits
+
+        def deaf(ready):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            taken = bytearray(1 << 30)  # takes its time to be given back
+            ready.set()
+            time.sleep(300)
+
+        context = multiprocessing.get_context("fork")
+        ready = [context.Event() for _ in range(3)]
+        processes = [context.Process(target=deaf, args=(each,)) for each in ready]
+        for process in processes:
+            process.start()
+        assert all(each.wait(60) for each in ready)
+        api_server._GLOBAL_STATE = SimpleNamespace(backend_processes=processes)
+        exits._reap(api_server)
+        print([process.exitcode for process in processes])
+        """
+    )
+    assert done.stdout.splitlines()[-1:] == ["[-9, -9, -9]"], done.stderr
 
 
 def test_a_refused_boot_ends_with_78_and_leaves_no_child_even_a_deaf_one(tmp_path: Path) -> None:
