@@ -20,7 +20,7 @@ from prefill_probe.cli import main
 
 def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("fla")
-    command = [sys.executable, "-c", "from prefill_probe.cli import main; main()", "estimate", *arguments]
+    command = [sys.executable, "-m", "prefill_probe", "estimate", *arguments]
     environment = {**os.environ, "COLUMNS": "110", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 

@@ -37,8 +37,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def estimate(options: list[str], serve: list[str]) -> subprocess.CompletedProcess[str]:
     """``prefill-probe estimate`` in a process of its own: the engine is imported to stay."""
     pytest.importorskip("freetoken")
-    program = "from prefill_probe.cli import main; main()"
-    command = [sys.executable, "-c", program, "estimate", *options, "--", "ft", "serve", *serve]
+    command = [sys.executable, "-m", "prefill_probe", "estimate", *options, "--", "ft", "serve", *serve]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
 
