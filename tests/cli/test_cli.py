@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm
 from click.testing import CliRunner
 from memory_engine import MIB, MemoryEngine
 
@@ -72,7 +73,7 @@ needs_engine = pytest.mark.skipif(
 @needs_engine
 def test_hook_status_says_in_three_lines_that_it_is_probed_by_what_and_which_engine() -> None:
     code = "from prefill_probe.cli import main; main(['hook', 'status'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = warm.run(["-c", code])
     probed, by, engine = done.stdout.splitlines()
     assert (done.returncode, probed) == (0, "ft serve   probed at every start")
     assert "prefill-probe" in by
@@ -105,7 +106,7 @@ say()
 del sys.modules["freetoken.moe.offload_cache"].OffloadMoeCache.reset
 say()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm.run(["-c", code])
     wrong = ["the start-up file", "PREFILL_PROBE=off", "switched off", "it lacks freetoken.moe.offload_cache"]
     for line, why in zip(done.stdout.splitlines(), wrong, strict=True):
         assert line.startswith(f"69 3 ft serve   not probed: {why}")

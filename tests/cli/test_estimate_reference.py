@@ -10,24 +10,26 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+import warm
 from click.testing import CliRunner
 
 from prefill_probe import geometry
 from prefill_probe.cli import main
 
 
-def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
+def estimate(*arguments: str, python: Any = warm.run) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("fla")
-    command = [sys.executable, "-m", "prefill_probe", "estimate", *arguments]
+    command = ["-m", "prefill_probe", "estimate", *arguments]
     environment = {**os.environ, "COLUMNS": "110", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    return python(command, environment)
 
 
 def test_a_16_gb_card_gets_a_verdict_a_table_of_shapes_and_advice_that_was_run() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = estimate("--vram", "15.5GiB")
+    done = estimate("--vram", "15.5GiB", python=warm.cold)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 78, done.stderr[-2000:]
     # Of the processor: how long it takes is up to who else is on the machine.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import document
 
 from prefill_probe.sizes import GIB
 
@@ -19,16 +16,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     pytest.importorskip("fla")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "on_virtual_gpu.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return document(HERE / "on_virtual_gpu.py")
 
 
 def test_it_needs_no_engine(found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from prefill_probe.geometry import make_model
 from prefill_probe.sizes import GIB, MIB
@@ -34,12 +35,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("qwen36"), "qwen36-35b-a3b-nvfp4", layers=4)
 
 
-def estimate(options: list[str], serve: list[str]) -> subprocess.CompletedProcess[str]:
+def estimate(options: list[str], serve: list[str], python: Any = warm.run) -> subprocess.CompletedProcess[str]:
     """``prefill-probe estimate`` in a process of its own: the engine is imported to stay."""
     pytest.importorskip("freetoken")
-    command = [sys.executable, "-m", "prefill_probe", "estimate", *options, "--", "ft", "serve", *serve]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    return python(["-m", "prefill_probe", "estimate", *options, "--", "ft", "serve", *serve], environment)
 
 
 def recorded(options: list[str], serve: list[str]) -> dict[str, Any]:
@@ -74,15 +74,7 @@ def peaks_of(model: Path, rows: Iterable[str], *more: str) -> dict[str, dict[str
     """What depths.py prints."""
     pytest.importorskip("freetoken")
     program = Path(__file__).with_name("depths.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(model), *rows, "--", *INCIDENT, "--text-model-only", *more],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    return dict(json.loads(done.stdout))
+    return warm.document(program, str(model), *rows, "--", *INCIDENT, "--text-model-only", *more)
 
 
 @pytest.mark.parametrize(("geometry", "measured"), [("flash_next", FLASH_NEXT), ("qwen", QWEN)])
@@ -157,7 +149,8 @@ def test_a_start_on_a_small_card_is_the_measured_one_step_by_step(flash_next: Pa
 
 def test_the_incident_does_not_fit_and_a_chunk_that_does_is_named(flash_next: Path, tmp_path: Path) -> None:
     report = tmp_path / "record.json"
-    done = estimate(["--vram", "15.5GiB", "--report", str(report)], ["--model", str(flash_next), *INCIDENT])
+    serve = ["--model", str(flash_next), *INCIDENT]
+    done = estimate(["--vram", "15.5GiB", "--report", str(report)], serve, warm.cold)
     assert done.returncode == 78, done.stderr[-2000:]
     assert "PrefillOOMError: a full prefill chunk does not fit this GPU." in done.stdout
     record = json.loads(report.read_text(encoding="utf-8"))

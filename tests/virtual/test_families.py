@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from warm import document
 
 pytestmark = pytest.mark.engine
 
@@ -37,15 +34,7 @@ MUST_TRACE = (
 def found_by(program: Path, *arguments: str) -> dict[str, Any]:
     """What a program prints of each architecture."""
     pytest.importorskip("freetoken")
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=580,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return document(program, *arguments)
 
 
 def test_compressed_weights_whose_size_is_not_in_the_configuration_are_traced() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import document
 
 from prefill_probe.geometry import make_model
 
@@ -22,16 +19,7 @@ def test_a_prompt_refused_with_a_chunk_in_flight_gives_all_back_and_full_chunks_
 ) -> None:
     pytest.importorskip("freetoken")
     model = make_model(tmp_path / "model", "flash-next-nvfp4", layers=4)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "guarded.py"), str(model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = document(HERE / "guarded.py", str(model))
 
     assert found["first"] == [[CHUNK]]
     # One answer, and not that it was aborted, which is what a client gets that asked for it.

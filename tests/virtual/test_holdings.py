@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from warm import document
 
 from engine_hooks.freetoken.holdings import holdings
 from prefill_probe.geometry import make_model
@@ -26,16 +23,7 @@ HERE = Path(__file__).parent
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("freetoken")
     model = make_model(tmp_path_factory.mktemp("model"), "flash-next-nvfp4", layers=4)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "holdings.py"), str(model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return document(HERE / "holdings.py", str(model))
 
 
 @pytest.mark.engine

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import document
 
 from prefill_probe.geometry import make_model
 
@@ -19,16 +16,7 @@ HERE = Path(__file__).parent
 def test_every_shape_runs_and_neither_a_probe_nor_an_oom_at_ten_places_leaves_a_trace(tmp_path: Path) -> None:
     pytest.importorskip("freetoken")
     model = make_model(tmp_path / "model", "flash-next-nvfp4", layers=4)
-    done = subprocess.run(
-        [sys.executable, str(HERE / "no_trace.py"), str(model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = document(HERE / "no_trace.py", str(model))
     assert found["verdict"] == "fits"
     assert not any("not run" in note for note in found["notes"])
     # name, prompts, cached tokens
