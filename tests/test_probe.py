@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from memory_engine import AUTOMATIC, MIB, MemoryEngine, out_of_memory
@@ -160,6 +162,25 @@ def test_the_engine_is_settled_once_after_a_pass_after_an_oom_and_after_an_inter
     with pytest.raises(KeyboardInterrupt):
         probe(engine, MARGIN)
     assert engine.settled == 1
+
+
+def test_what_was_set_aside_from_the_garbage_collector_is_back_afterwards_and_an_engine_s_own_stays() -> None:
+    class Watched(MemoryEngine):
+        def resize(self, *args: Any) -> Any:
+            aside.append(gc.get_freeze_count())
+            return super().resize(*args)
+
+    aside: list[int] = []
+    assert probe(Watched(600 * MIB), MARGIN).verdict == "does-not-fit"
+    assert min(aside) > 1000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    own = gc.get_freeze_count()
+    try:
+        probe(MemoryEngine(600 * MIB), MARGIN)
+        assert gc.get_freeze_count() == pytest.approx(own, rel=0.01)
+    finally:
+        gc.unfreeze()
 
 
 def test_nothing_fits_at_all() -> None:

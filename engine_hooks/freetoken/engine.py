@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import traceback
 from collections.abc import Iterator, Mapping
@@ -168,6 +169,7 @@ class FreeTokenEngine:
         except Exception as error:
             self.damaged = True  # until the pools of the start stand again
             traceback.clear_frames(error.__traceback__)
+            gc.unfreeze()  # what it made, and what it was to replace, may be among the objects that are set aside
             raise PlanRefused(f"the pools could not be made: {type(error).__name__}") from None
         self.damaged = False
         self._before = Before(scheduler, rng=self._before.rng)
