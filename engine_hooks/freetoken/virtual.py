@@ -185,9 +185,22 @@ def _pinned_extension() -> ModuleType:
     return module  # type: ignore[no-any-return]
 
 
-def _alone(*_: Any, **__: Any) -> None:
-    """A process group of this process, which listens on no port."""
-    _init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+def _process_group(*args: Any, world_size: int = 1, **kwargs: Any) -> None:
+    """The engine's own group of ranks; that of one process listens on no port."""
+    if world_size > 1:
+        _init_process_group(*args, world_size=world_size, **kwargs)
+    else:
+        _init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+
+
+class _Communicator:
+    """NCCL's: ranks wait for one another as there, and nothing is sent."""
+
+    def all_reduce(self, values: Any, operation: str) -> None:
+        torch.distributed.barrier()
+
+    def all_gather(self, output: Any, values: Any) -> None:
+        torch.distributed.barrier()
 
 
 @contextlib.contextmanager
@@ -206,7 +219,12 @@ def answered() -> Iterator[None]:
             for name, original in loaded.items():
                 if vars(module).get(name) is original:
                     stack.enter_context(mock.patch.object(module, name, _module))
-        stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _alone))
+        stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _process_group))
+        kernels = importlib.import_module("freetoken.kernel")
+        stack.enter_context(mock.patch.object(kernels, "init_pynccl", lambda **_: _Communicator()))
+        # The GPU of a rank is the one that its process has.
+        gpus = importlib.import_module("freetoken.gpu_select")
+        stack.enter_context(mock.patch.object(gpus, "bind_assigned_gpu", lambda _: torch.device("cuda", 0)))
         graphs = importlib.import_module("freetoken.engine.graph")
         if hasattr(graphs, "_cu_graph_upload"):  # from 0.2.0 on: the driver's own library, by name
             stack.enter_context(mock.patch.object(graphs, "_cu_graph_upload", return_value=None))

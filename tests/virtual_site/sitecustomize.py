@@ -5,7 +5,8 @@ Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
 that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
-``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming.
+``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming. Each rank has a
+GPU of its own; with ``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone.
 """
 
 import os
@@ -41,6 +42,10 @@ def _enter():
         alone = device._free_beside
 
         def beside(reserved):
+            from freetoken.distributed import get_tp_info
+
+            if os.environ.get("VIRTUAL_NEIGHBOUR_RANK", str(get_tp_info().rank)) != str(get_tp_info().rank):
+                return alone(reserved)
             with open(neighbour) as file:  # noqa: PTH123
                 return alone(reserved) - int(file.read() or 0)
 
