@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from engine_hooks.freetoken import attach, planner, switch, versions
 from engine_hooks.freetoken.boot_stages import told
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from engine_hooks.freetoken.guard import Guard
+from engine_hooks.freetoken.routers import Perturbed
 from prefill_probe import stages
 from prefill_probe._probe import probe
 from prefill_probe.adapt import Memory, adapted_probe, adapted_text
@@ -81,18 +83,20 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
             return
 
         def keep(last: ProbeRecord) -> None:
-            _keep_last(last, report, marker, log)
+            _keep_last(_with_routers(last, routers), report, marker, log)
 
         def progress(text: str) -> None:
             log.debug(text)
             if primary:
                 stages.tell(stages.CHUNK, text)
 
-        if settings.mode.adapts:
-            memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
-            record = adapted_probe(engine, settings, memory, progress, keep)
-        else:
-            record = probe(engine, settings, progress, keep)
+        with _perturbed_routers(engine) as routers:
+            if settings.mode.adapts:
+                memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
+                record = adapted_probe(engine, settings, memory, progress, keep)
+            else:
+                record = probe(engine, settings, progress, keep)
+        record = _with_routers(record, routers)
         # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
         damaged = any(engine.gather(engine.damaged))
     if primary:
@@ -104,6 +108,22 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
     _conclude(engine, record, settings.mode, damaged, log if primary else None)
     if settings.guard:
         _guard(scheduler, engine, record, report, log)
+
+
+def _perturbed_routers(engine: FreeTokenEngine) -> AbstractContextManager[Perturbed | None]:
+    """Only under ``check``, whose start serves nobody, and only of dummy weights: nobody else's are touched."""
+    if stages.followed() and engine.config.use_dummy_weight:
+        return engine.perturbed_routers()
+    return contextlib.nullcontext()
+
+
+def _with_routers(record: ProbeRecord, perturbed: Perturbed | None) -> ProbeRecord:
+    """``record``, and that routing in it is not that of the dummy weights."""
+    if perturbed is None or not (perturbed.routers or perturbed.left):
+        return record
+    notes = [f"the routers of {perturbed.routers} layers had other than their dummy weights"] * bool(perturbed.routers)
+    notes += [f"routers with their dummy weights: {why}" for why in sorted(set(perturbed.left))]
+    return replace(record, perturbed_routers=perturbed.routers, notes=[*record.notes, *notes])
 
 
 def _conclude(engine: FreeTokenEngine, record: ProbeRecord, mode: Mode, damaged: bool, log: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -55,7 +56,7 @@ def neighbour(tmp_path: Path) -> Neighbour:
 @pytest.fixture
 def serve(model: Path, neighbour: Neighbour, tmp_path: Path) -> Any:
     def start(*more: str, **variables: str) -> Any:
-        site = str(Path(__file__).parents[1] / "virtual_site")
+        site = os.pathsep.join([str(Path(__file__).parents[1] / "virtual_site"), *filter(None, sys.path)])
         environment = {"VIRTUAL_VRAM": "15.5GiB", "VIRTUAL_NEIGHBOUR": str(tmp_path / "neighbour")}
         environment |= {"PYTHONPATH": site, "HF_HUB_OFFLINE": "1", "PREFILL_PROBE_REPORT": str(tmp_path / "r.json")}
         return server(["--model", str(model), *INCIDENT, *more], environment | variables)
