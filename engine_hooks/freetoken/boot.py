@@ -27,6 +27,7 @@ from prefill_probe.faults import PrefillFaultError, PrefillProbeError
 from prefill_probe.guard import needs_of
 from prefill_probe.logs import get_logger
 from prefill_probe.meter import Peak, kept_peaks
+from prefill_probe.metrics import ServerMetrics
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
 from prefill_probe.settings import Mode, ProbeSettings
@@ -78,12 +79,15 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
     primary = bool(scheduler.config.tp_info.is_primary())
     engine = FreeTokenEngine(scheduler, noted, peaks)
     report = settings.report or default_report(os.environ)
+    metrics = _metrics(settings, log) if primary else None
     with _marked(engine, settings.mode, primary, log) as marker:
         if marker is None:
             return
 
         def keep(last: ProbeRecord) -> None:
             _keep_last(_with_routers(last, routers), report, marker, log)
+            if metrics is not None:
+                metrics.found(last)
 
         def progress(text: str) -> None:
             log.debug(text)
@@ -101,13 +105,22 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
         damaged = any(engine.gather(engine.damaged))
     if primary:
         _keep(record, report, log)
+    if metrics is not None:
+        metrics.found(record)
     if stages.followed():
         if primary:
             stages.tell(stages.VERDICT)
         stages.hold()
     _conclude(engine, record, settings.mode, damaged, log if primary else None)
     if settings.guard:
-        _guard(scheduler, engine, record, report, log)
+        _guard(scheduler, engine, record, report, metrics, log)
+
+
+def _metrics(settings: ProbeSettings, log: Any) -> ServerMetrics | None:
+    """Of a server that serves: a ``check`` may run beside it with the same environment."""
+    if settings.metrics is None or stages.followed():
+        return None
+    return ServerMetrics(settings.metrics, log.warning)
 
 
 def _perturbed_routers(engine: FreeTokenEngine) -> AbstractContextManager[Perturbed | None]:
@@ -150,7 +163,14 @@ def _conclude(engine: FreeTokenEngine, record: ProbeRecord, mode: Mode, damaged:
         raise error from engine.last_fault
 
 
-def _guard(scheduler: Any, engine: FreeTokenEngine, record: ProbeRecord, report: Path, log: Any) -> None:
+def _guard(
+    scheduler: Any,
+    engine: FreeTokenEngine,
+    record: ProbeRecord,
+    report: Path,
+    metrics: ServerMetrics | None,
+    log: Any,
+) -> None:
     """Put the guard before every prefill, where this start's chunks say what one needs."""
     needs = needs_of(record)
     if needs is None:
@@ -159,10 +179,13 @@ def _guard(scheduler: Any, engine: FreeTokenEngine, record: ProbeRecord, report:
         return
 
     def on_miss(text: str) -> None:
+        missed = replace(record, miss=text)
         if engine.rank == 0:
-            _keep(replace(record, miss=text), report, log)
+            _keep(missed, report, log)
+        if metrics is not None:
+            metrics.found(missed)  # at once: the engine ends
 
-    Guard(engine, needs, on_miss).attach(scheduler)
+    Guard(engine, needs, on_miss, metrics.counted if metrics else lambda counters: None).attach(scheduler)
 
 
 def _configuration(engine: FreeTokenEngine) -> dict[str, Any]:
