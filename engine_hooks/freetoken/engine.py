@@ -370,7 +370,8 @@ class FreeTokenEngine:
         try:
             yield perturbed
         finally:
-            self.damaged = not perturbed.restore() or self.damaged
+            damaged, self.damaged = self.damaged, True
+            self.damaged = not perturbed.restore() or damaged
 
     def site(self, error: BaseException) -> str:
         return site_of(error)

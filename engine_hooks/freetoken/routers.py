@@ -58,10 +58,10 @@ class Perturbed:
             with torch.inference_mode():
                 for router in routers_of(model):
                     self._perturb(router, chance)
-        except Exception as error:  # a chunk can be tried without; of what was written nothing may stay
-            if not self.restore():
+        except BaseException as error:  # of what was written nothing may stay
+            if not self.restore() or not isinstance(error, Exception):
                 raise
-            self.routers = 0
+            self.routers = 0  # a chunk can be tried without
             self.left.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _perturb(self, router: Router, chance: Any) -> None:

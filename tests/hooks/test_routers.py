@@ -225,6 +225,23 @@ def test_a_failure_on_the_way_leaves_nothing_changed(monkeypatch: pytest.MonkeyP
     assert (contents(one), contents(other)) == before
 
 
+def test_an_interrupt_on_the_way_leaves_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_hooks.freetoken import routers
+
+    block, _ = minimax_m2()
+    before = contents(block)
+    write = routers.Perturbed._write
+
+    def interrupted(self: Any, tensor: Any, values: Any) -> None:
+        write(self, tensor, values)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(routers.Perturbed, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        routers.Perturbed(block)
+    assert contents(block) == before
+
+
 def engine_over(block: Any) -> Any:
     from engine_hooks.freetoken.engine import FreeTokenEngine
 
