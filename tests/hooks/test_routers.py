@@ -191,6 +191,30 @@ def test_views_and_weights_that_two_layers_share_are_restored() -> None:
     assert torch.equal(one.e_score_correction_bias, before[1])
 
 
+def test_routers_of_torch_s_own_kind_are_found() -> None:
+    """DeepSeek-V4's in 0.1.2: parameters, in a list of modules."""
+    import torch
+    from torch import nn
+
+    from engine_hooks.freetoken.routers import Perturbed
+
+    class Part(nn.Module):  # type: ignore[misc]
+        __module__ = "freetoken.models.test"
+
+    model, block = Part(), Part()
+    block.experts, block.gate = Part(), Part()
+    block.gate.weight = nn.Parameter(torch.ones(EXPERTS, HIDDEN), requires_grad=False)
+    block.gate.bias = nn.Parameter(torch.ones(EXPERTS, dtype=torch.float32), requires_grad=False)
+    model.layers = nn.ModuleList([block])
+    perturbed = Perturbed(model)
+    assert perturbed.routers == 1
+    assert float(block.gate.weight.float().std()) == pytest.approx(HIDDEN**-0.5, rel=0.05)
+    assert not block.gate.bias.any()
+    assert perturbed.restore()
+    assert torch.equal(block.gate.weight, torch.ones(EXPERTS, HIDDEN))
+    assert torch.equal(block.gate.bias, torch.ones(EXPERTS, dtype=torch.float32))
+
+
 def test_compressed_weights_are_left_alone_and_named() -> None:
     import torch
 
