@@ -21,7 +21,7 @@ from prefill_probe.metrics import ServerMetrics
 parser = pytest.importorskip("prometheus_client.parser")
 
 RECORD = probe(MemoryEngine(4096 * MIB), ProbeSettings(margin_bytes=128 * MIB))
-LABELS = {"model": "/models/example", "gpu": "Example GPU", "device": "cuda"}
+LABELS = {"model": "/models/example", "gpu": "Example GPU", "device": "cuda", "server": "probe"}
 GUARD = ("passes_shrunk", "tokens_delayed", "requests_refused", "misses")
 
 
@@ -71,6 +71,20 @@ def test_what_the_start_found_is_there_at_once_with_counters_at_zero(tmp_path: P
     gauges = {f.name: f.samples for f in parser.text_string_to_metric_families(path.read_text(encoding="utf-8"))}
     (need,) = gauges["prefill_probe_need_bytes"]
     assert (need.labels, need.value) == (LABELS, 20 * MIB + 8192 * (MIB // 5))
+
+
+def test_replicas_of_one_model_on_like_gpus_stay_apart_and_apart_from_a_record_s_own_file(tmp_path: Path) -> None:
+    """Node exporter takes no two samples of the same name and labels, from whatever files."""
+    for name in ("replica-0.prom", "replica-1.prom"):
+        ServerMetrics(tmp_path / name, pytest.fail).found(RECORD)
+    metrics.write_metrics(RECORD, tmp_path / "record.prom")
+    samples = [
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for path in tmp_path.iterdir()
+        for family in parser.text_string_to_metric_families(path.read_text(encoding="utf-8"))
+        for sample in family.samples
+    ]
+    assert len(samples) == len(set(samples)) > 30
 
 
 def test_a_change_arrives_and_many_changes_are_one_write(

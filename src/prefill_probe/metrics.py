@@ -7,7 +7,7 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,32 @@ QUIET_SECONDS = 5.0
 _MISSING = "metrics need prometheus_client: pip install 'prefill-probe[metrics]'"
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running server, beside others of the same model on GPUs of the same name.
+
+    Attributes:
+        name: the value of its label ``server``.
+        counters: of its guard.
+    """
+
+    name: str
+    counters: Counters
+
+
 class MetricsError(ValueError):
     """Metrics that cannot be written; the text says why in one line."""
 
 
-def write_metrics(records: ProbeRecord | Sequence[ProbeRecord], path: Path, counters: Counters | None = None) -> None:
+def write_metrics(records: ProbeRecord | Sequence[ProbeRecord], path: Path, server: Server | None = None) -> None:
     """Write what ``records`` found to ``path``, whole or not at all, readable by all.
 
-    Of two records of the same model and GPU the later one is written. ``counters``: of the server that the (only)
-    record is of.
+    Of two records of the same model and GPU the later one is written. ``server``: the one that the (only) record is of.
 
     Raises:
         MetricsError: prometheus_client is not installed, or the file cannot be written.
     """
-    text = metrics_text([records] if isinstance(records, ProbeRecord) else records, counters)
+    text = metrics_text([records] if isinstance(records, ProbeRecord) else records, server)
     check_path(path)
     try:
         replace_file(path, text, mode=0o644)
@@ -70,8 +82,8 @@ def check_path(path: Path) -> None:
         raise MetricsError(f"{path} is a directory")
 
 
-def metrics_text(records: Sequence[ProbeRecord], counters: Counters | None = None) -> str:
-    """The metrics of ``records``, and ``counters`` with the labels of the first, in Prometheus's text format.
+def metrics_text(records: Sequence[ProbeRecord], server: Server | None = None) -> str:
+    """The metrics of ``records``, all of ``server`` where there is one, in Prometheus's text format.
 
     Raises:
         MetricsError: prometheus_client is not installed.
@@ -81,33 +93,34 @@ def metrics_text(records: Sequence[ProbeRecord], counters: Counters | None = Non
     except ImportError:
         raise MetricsError(_MISSING) from None
     registry = CollectorRegistry()
-    gauges = {name: Gauge(name, text, _LABELS, registry=registry) for name, text in _GAUGES.items()}
+    names, own = (_LABELS, ()) if server is None else ((*_LABELS, "server"), (server.name,))
+    gauges = {name: Gauge(name, text, names, registry=registry) for name, text in _GAUGES.items()}
     states = Gauge(
-        "prefill_probe_verdict", "1 for the verdict, 0 for all others.", (*_LABELS, "verdict"), registry=registry
+        "prefill_probe_verdict", "1 for the verdict, 0 for all others.", (*names, "verdict"), registry=registry
     )
     for record in records:
-        labels = _labels(record)
+        labels = (str(record.model.get("path", "")), str(record.gpu.get("name", "")), record.device, *own)
         for name, value in _values(record).items():
             if value is not None:
                 gauges[name].labels(*labels).set(value)
         for verdict in VERDICTS:
             states.labels(*labels, verdict).set(verdict == record.verdict)
-    if counters is not None:
-        registry.register(_Counted(_labels(records[0]), counters))
+        if server is not None:
+            registry.register(_Counted(names, labels, server.counters))
     return str(generate_latest(registry).decode("utf-8"))
 
 
 class _Counted:
     """Counters as prometheus_client collects them (its own hold when they were made as well)."""
 
-    def __init__(self, labels: tuple[str, ...], counters: Counters) -> None:
-        self._labels, self._counters = labels, counters
+    def __init__(self, names: Sequence[str], labels: Sequence[str], counters: Counters) -> None:
+        self._names, self._labels, self._counters = names, labels, counters
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
         for name, text in _COUNTERS.items():
-            family = CounterMetricFamily(f"prefill_probe_guard_{name}", text, labels=_LABELS)
+            family = CounterMetricFamily(f"prefill_probe_guard_{name}", text, labels=self._names)
             family.add_metric(self._labels, getattr(self._counters, name))
             yield family
 
@@ -119,7 +132,7 @@ class ServerMetrics:
     write at the earliest, and what cannot be written is one warning.
 
     Args:
-        path: of the file.
+        path: of the file; its name without the suffix is the label ``server`` of all metrics in it.
         warn: called with the warning.
     """
 
@@ -157,14 +170,10 @@ class ServerMetrics:
             if self._record is None:
                 return
             try:
-                write_metrics(self._record, self._path, self._counters)
+                write_metrics(self._record, self._path, Server(self._path.stem, self._counters))
             except Exception as error:
                 self._warn(f"metrics are not written: {error}")
                 self._warn = lambda text: None
-
-
-def _labels(record: ProbeRecord) -> tuple[str, str, str]:
-    return str(record.model.get("path", "")), str(record.gpu.get("name", "")), record.device
 
 
 def _values(record: ProbeRecord) -> dict[str, float | None]:
