@@ -22,13 +22,14 @@ KINDS = ("plain", "history", "watched")
 def measured(engine: Any, shape: Any, kind: str) -> Any:
     """One run as the probe makes them: alone, with the allocator's history, and with all that it notes of a chunk."""
     idle = engine.meter.read()
-    with engine.meter.measure(idle) as one, contextlib.ExitStack() as watching:
+    with contextlib.ExitStack() as watching:
         if kind != "plain":
             watching.enter_context(engine.meter.trace())
         if kind == "watched":
             watching.enter_context(engine.layers())
             watching.enter_context(engine.observe())
-        engine.run(shape)
+        with engine.meter.measure(idle) as one:
+            engine.run(shape)
     return one
 
 
