@@ -8,6 +8,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from prefill_probe.settings import OPTIONS
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # A machine's speed is no property: no example fails for having taken long.
@@ -17,15 +19,8 @@ hypothesis.settings.load_profile("anywhere")
 
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "PREFILL_PROBE",
-        "PREFILL_PROBE_MARGIN",
-        "PREFILL_PROBE_TIMEOUT",
-        "PREFILL_PROBE_SHAPES",
-        "PREFILL_PROBE_REPORT",
-        "PREFILL_PROBE_PREFLIGHT",
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for option in OPTIONS:
+        monkeypatch.delenv(option.variable, raising=False)
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
@@ -38,6 +33,7 @@ LONGEST = (
     "test_no_trace.py",
     "test_check_layers.py",
     "test_start.py",
+    "test_timeout.py",
     "test_check_cli.py",
     "test_engine.py",
     "test_estimate_reference.py",

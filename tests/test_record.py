@@ -56,7 +56,7 @@ def test_lists_of_numbers_take_one_line_each_and_texts_are_as_they_were() -> Non
 
 def test_records_of_before_these_fields_are_still_read() -> None:
     old = json.loads(RECORDS[-1].to_json())
-    del old["memory"]["held"], old["miss"], old["reduced"]
+    del old["memory"]["held"], old["miss"], old["reduced"], old["perturbed_routers"]
     for run in old["shapes"]:
         run.pop("timeline", None)
     record = ProbeRecord.from_json(json.dumps(old))

@@ -20,11 +20,14 @@ def test_every_setting_has_its_variable() -> None:
         "PREFILL_PROBE_TIMEOUT": "12.5",
         "PREFILL_PROBE_SHAPES": "packed, deep",
         "PREFILL_PROBE_REPORT": "/var/lib/x.json",
+        "PREFILL_PROBE_METRICS": "/var/lib/x.prom",
         "PREFILL_GUARD": "off",
         "PREFILL_PROBE_PREFLIGHT": "refuse",
     }
     shapes, report = ("full", "deep", "packed"), Path("/var/lib/x.json")
-    expected = ProbeSettings(Mode.WARN, 1 << 30, 12.5, shapes, report, preflight=Preflight.REFUSE)
+    expected = ProbeSettings(
+        Mode.WARN, 1 << 30, 12.5, shapes, report, preflight=Preflight.REFUSE, metrics=Path("/var/lib/x.prom")
+    )
     assert ProbeSettings.from_environ(environ) == expected
 
 

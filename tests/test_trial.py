@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefill_probe.advice import Point
@@ -49,6 +49,7 @@ def points(card: Card, *tokens: int) -> list[Point]:
 
 
 @given(cards, st.sampled_from([2048, 4096, 8192, 16384, 32768]))
+@example(Card(headroom=295698432, fixed=110285691, slope=36362.0, curve=1.0), 32768)
 @settings(max_examples=300)
 def test_the_chunk_that_is_found_was_run_and_leaves_the_margin_and_is_not_timid(card: Card, chunk: int) -> None:
     if card.need(chunk) + MARGIN <= card.headroom:

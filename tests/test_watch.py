@@ -72,6 +72,26 @@ def test_a_process_that_ignores_sigterm_and_sleeps_in_c_is_ended() -> None:
     assert done.returncode == 70
 
 
+def test_a_block_that_ends_while_the_report_is_written_ends_the_process_all_the_same() -> None:
+    """No engine goes on after a time-out."""
+    done = run(
+        """
+        import threading, time
+        from prefill_probe.watch import deadline
+        late, reported = threading.Event(), threading.Event()
+        def report():
+            late.set()
+            time.sleep(0.5)
+            print("reported", flush=True)
+        with deadline(0.3, report):
+            late.wait()
+        print("went on", flush=True)
+        """
+    )
+    assert done.returncode == 70
+    assert done.stdout == "reported\n"
+
+
 def test_a_report_that_fails_does_not_keep_the_process_alive() -> None:
     done = run(
         """

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from engine_hooks.freetoken import attach, planner, switch, versions
 from engine_hooks.freetoken.boot_stages import told
 from engine_hooks.freetoken.engine import FreeTokenEngine
 from engine_hooks.freetoken.guard import Guard
+from engine_hooks.freetoken.routers import Perturbed
 from prefill_probe import stages
 from prefill_probe._probe import probe
 from prefill_probe.adapt import Memory, adapted_probe, adapted_text
@@ -25,6 +27,7 @@ from prefill_probe.faults import PrefillFaultError, PrefillProbeError
 from prefill_probe.guard import needs_of
 from prefill_probe.logs import get_logger
 from prefill_probe.meter import Peak, kept_peaks
+from prefill_probe.metrics import ServerMetrics
 from prefill_probe.record import ProbeRecord, default_report, state_directory, write_record
 from prefill_probe.render.text import error_for, log_line
 from prefill_probe.settings import Mode, ProbeSettings
@@ -76,34 +79,64 @@ def _probe(scheduler: Any, noted: planner.PlannerTap, peaks: list[Peak], setting
     primary = bool(scheduler.config.tp_info.is_primary())
     engine = FreeTokenEngine(scheduler, noted, peaks)
     report = settings.report or default_report(os.environ)
+    metrics = _metrics(settings, log) if primary else None
     with _marked(engine, settings.mode, primary, log) as marker:
         if marker is None:
             return
 
         def keep(last: ProbeRecord) -> None:
-            _keep_last(last, report, marker, log)
+            _keep_last(_with_routers(last, routers), report, marker, log)
+            if metrics is not None:
+                metrics.found(last)
 
         def progress(text: str) -> None:
             log.debug(text)
             if primary:
                 stages.tell(stages.CHUNK, text)
 
-        if settings.mode.adapts:
-            memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
-            record = adapted_probe(engine, settings, memory, progress, keep)
-        else:
-            record = probe(engine, settings, progress, keep)
+        with _perturbed_routers(engine) as routers:
+            if settings.mode.adapts:
+                memory = Memory(state_directory(os.environ) / f"adapted-{key_of(_configuration(engine))}.json")
+                record = adapted_probe(engine, settings, memory, progress, keep)
+            else:
+                record = probe(engine, settings, progress, keep)
+        record = _with_routers(record, routers)
         # A dead context, or a run that could not be undone: such an engine would serve wrong answers or none.
         damaged = any(engine.gather(engine.damaged))
     if primary:
         _keep(record, report, log)
+    if metrics is not None:
+        metrics.found(record)
     if stages.followed():
         if primary:
             stages.tell(stages.VERDICT)
         stages.hold()
     _conclude(engine, record, settings.mode, damaged, log if primary else None)
     if settings.guard:
-        _guard(scheduler, engine, record, report, log)
+        _guard(scheduler, engine, record, report, metrics, log)
+
+
+def _metrics(settings: ProbeSettings, log: Any) -> ServerMetrics | None:
+    """Of a server that serves: a ``check`` may run beside it with the same environment."""
+    if settings.metrics is None or stages.followed():
+        return None
+    return ServerMetrics(settings.metrics, log.warning)
+
+
+def _perturbed_routers(engine: FreeTokenEngine) -> AbstractContextManager[Perturbed | None]:
+    """Only under ``check``, whose start serves nobody, and only of dummy weights: nobody else's are touched."""
+    if stages.followed() and engine.config.use_dummy_weight:
+        return engine.perturbed_routers()
+    return contextlib.nullcontext()
+
+
+def _with_routers(record: ProbeRecord, perturbed: Perturbed | None) -> ProbeRecord:
+    """``record``, and that routing in it is not that of the dummy weights."""
+    if perturbed is None or not (perturbed.routers or perturbed.left):
+        return record
+    notes = [f"the routers of {perturbed.routers} layers had other than their dummy weights"] * bool(perturbed.routers)
+    notes += [f"routers with their dummy weights: {why}" for why in sorted(set(perturbed.left))]
+    return replace(record, perturbed_routers=perturbed.routers, notes=[*record.notes, *notes])
 
 
 def _conclude(engine: FreeTokenEngine, record: ProbeRecord, mode: Mode, damaged: bool, log: Any) -> None:
@@ -130,7 +163,14 @@ def _conclude(engine: FreeTokenEngine, record: ProbeRecord, mode: Mode, damaged:
         raise error from engine.last_fault
 
 
-def _guard(scheduler: Any, engine: FreeTokenEngine, record: ProbeRecord, report: Path, log: Any) -> None:
+def _guard(
+    scheduler: Any,
+    engine: FreeTokenEngine,
+    record: ProbeRecord,
+    report: Path,
+    metrics: ServerMetrics | None,
+    log: Any,
+) -> None:
     """Put the guard before every prefill, where this start's chunks say what one needs."""
     needs = needs_of(record)
     if needs is None:
@@ -139,10 +179,13 @@ def _guard(scheduler: Any, engine: FreeTokenEngine, record: ProbeRecord, report:
         return
 
     def on_miss(text: str) -> None:
+        missed = replace(record, miss=text)
         if engine.rank == 0:
-            _keep(replace(record, miss=text), report, log)
+            _keep(missed, report, log)
+        if metrics is not None:
+            metrics.found(missed)  # at once: the engine ends
 
-    Guard(engine, needs, on_miss).attach(scheduler)
+    Guard(engine, needs, on_miss, metrics.counted if metrics else lambda counters: None).attach(scheduler)
 
 
 def _configuration(engine: FreeTokenEngine) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine_hooks.freetoken import images, routing
 from engine_hooks.freetoken.holdings import decoder_layers, holdings
 from engine_hooks.freetoken.layer_kinds import layer_kinds
 from engine_hooks.freetoken.planner import Planner, PlannerTap, quiet
+from engine_hooks.freetoken.routers import Perturbed
 from engine_hooks.freetoken.sites import place_of, site_of
 from engine_hooks.freetoken.state import Before
 from prefill_probe.composition import Frame, Mark
@@ -362,6 +363,17 @@ class FreeTokenEngine:
             return {"temperature": 0.0}
         given = load_generation_sampling(config.model_path)
         return {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
+
+    @contextlib.contextmanager
+    def perturbed_routers(self) -> Iterator[Perturbed]:
+        """While the block runs, routers with dummy weights choose as trained ones do; whatever ends it, they are as
+        before, or the engine is ``damaged``."""
+        perturbed = Perturbed(self._scheduler.engine.model)
+        try:
+            yield perturbed
+        finally:
+            damaged, self.damaged = self.damaged, True
+            self.damaged = not perturbed.restore() or damaged
 
     def site(self, error: BaseException) -> str:
         return site_of(error)

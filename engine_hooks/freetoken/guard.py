@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from engine_hooks.freetoken.engine import FreeTokenEngine
@@ -30,23 +29,6 @@ _SMALL_BYTES, _SMALL_BLOCKS = 1 << 20, 4
 _QUIET_SECONDS = 10.0
 
 
-@dataclass
-class Counters:
-    """What the guard did since the start."""
-
-    passes_shrunk: int = 0
-    tokens_delayed: int = 0
-    requests_refused: int = 0
-    misses: int = 0
-
-    def text(self) -> str:
-        """In one line."""
-        return (
-            f"{self.passes_shrunk} passes shrunk, {self.tokens_delayed} tokens delayed, "
-            f"{self.requests_refused} requests refused, {self.misses} misses"
-        )
-
-
 class Guard:
     """The guard of one scheduler, on every rank alike.
 
@@ -54,10 +36,18 @@ class Guard:
         engine: the probe's, settled.
         needs: of this boot's chunks.
         on_miss: called with the error's text when a prefill runs out of memory all the same.
+        on_count: called with the counters whenever they have changed, on a prefill pass; to come back at once.
     """
 
-    def __init__(self, engine: FreeTokenEngine, needs: rules.Needs, on_miss: Callable[[str], None]) -> None:
-        self.counters = Counters()
+    def __init__(
+        self,
+        engine: FreeTokenEngine,
+        needs: rules.Needs,
+        on_miss: Callable[[str], None],
+        on_count: Callable[[rules.Counters], None] = lambda counters: None,
+    ) -> None:
+        self.counters = rules.Counters()
+        self._on_count = on_count
         self._engine = engine
         self._needs = needs
         self._on_miss = on_miss
@@ -122,6 +112,7 @@ class Guard:
             if found < tokens:
                 self.counters.passes_shrunk += 1
                 self.counters.tokens_delayed += tokens - found
+                self._on_count(self.counters)
                 self._say_shrunk(tokens, found)
             return found
         if expired:
@@ -199,6 +190,7 @@ class Guard:
             scheduler._pending_abort_acks.discard(uid)
             scheduler._abort_tombstones.pop(uid, None)
         self.counters.requests_refused += len(refused)
+        self._on_count(self.counters)
         self._say(f"guard: {len(refused)} requests refused: {why}")
         if scheduler.config.offline_mode:  # ``LLM``: its caller is right here, and knows no error replies
             raise PrefillOOMError(why)
@@ -218,6 +210,7 @@ class Guard:
     def _miss(self, batch: Any, error: Exception) -> PrefillOOMError:
         """A prefill ran out of memory all the same: the engine ends by it, and says what was predicted."""
         self.counters.misses += 1
+        self._on_count(self.counters)
         tokens = sum(int(request.extend_len) for request in batch.reqs)
         text = (
             f"a prefill chunk ran out of memory although it was predicted to fit.\n"

@@ -372,12 +372,13 @@ class Session:
         routing: list[Routing] = []
         marks: list[Mark] = []
         try:
-            with self.engine.meter.measure(self.start) as measured, contextlib.ExitStack() as watching:
+            with contextlib.ExitStack() as watching:
                 if observe:
                     events = watching.enter_context(self.engine.meter.trace())
                     marks = watching.enter_context(self.engine.layers())
                     routing = watching.enter_context(self.engine.observe())
-                issued = self.engine.run(shape)
+                with self.engine.meter.measure(self.start) as measured:  # what is seen is read when its time is over
+                    issued = self.engine.run(shape)
         except ShapeRefused as refusal:
             if family is PLAIN:
                 raise

@@ -81,6 +81,23 @@ def needs_of(record: ProbeRecord) -> Needs | None:
     return Needs(tuple(sizes), tuple(device[1:]), tuple(allocated[1:]), fragments)
 
 
+@dataclass
+class Counters:
+    """What the guard of a server did since its start."""
+
+    passes_shrunk: int = 0
+    tokens_delayed: int = 0
+    requests_refused: int = 0
+    misses: int = 0
+
+    def text(self) -> str:
+        """In one line."""
+        return (
+            f"{self.passes_shrunk} passes shrunk, {self.tokens_delayed} tokens delayed, "
+            f"{self.requests_refused} requests refused, {self.misses} misses"
+        )
+
+
 @dataclass(frozen=True)
 class Memory:
     """What the process can obtain at one moment.

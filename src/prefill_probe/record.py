@@ -224,6 +224,7 @@ class ProbeRecord:
     adapted: dict[str, Any] | None = None
     miss: str | None = None
     reduced: Reduced | None = None
+    perturbed_routers: int | None = None
     schema: int = field(default=SCHEMA)
 
     @property

@@ -112,6 +112,17 @@ def parse_report(text: str) -> Path:
     return Path(text)
 
 
+def parse_metrics(text: str) -> Path:
+    """The file that metrics go to.
+
+    Raises:
+        ValueError: an empty path.
+    """
+    if not text:
+        raise ValueError("the path of the metrics file is empty")
+    return Path(text)
+
+
 @dataclass(frozen=True)
 class ProbeSettings:
     """How one probe is run.
@@ -125,6 +136,7 @@ class ProbeSettings:
         guard: whether sizes below the full chunk are measured too, for the guard (``guard.Needs``).
         report: file of the record; None is the state directory (``record.default_report``).
         preflight: what the estimate before the start may do; only a server's start has one.
+        metrics: file of the metrics of a server (``metrics.ServerMetrics``); None: none is written.
     """
 
     mode: Mode = Mode.ENFORCE
@@ -134,6 +146,7 @@ class ProbeSettings:
     report: Path | None = None
     guard: bool = False
     preflight: Preflight = Preflight.WARN
+    metrics: Path | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProbeSettings:
@@ -247,6 +260,15 @@ OPTIONS: tuple[Option, ...] = (
         "An estimate on a virtual GPU like this one, before the weights are read. warn: it runs beside the load and is "
         "logged; refuse: the load waits for it (30 s at most), and does not begin where the chunk is short of more "
         "than a tenth of its need; off: none.",
+    ),
+    Option(
+        "--prefill-probe-metrics",
+        "PREFILL_PROBE_METRICS",
+        "metrics",
+        parse_metrics,
+        "FILE",
+        "none",
+        "A .prom file for node exporter's textfile collector: what the probe found, and what the guard did since.",
     ),
     Option(
         "--prefill-guard",

@@ -14,6 +14,8 @@ from prefill_probe.engine import Budget, Geometry, NotResizable, PlanRefused
 
 # Chunk runs that one search may take.
 MOST_RUNS = 8
+# An advised chunk is timid if one larger by this many tokens, or by a tenth, would have left the margin.
+_CLEAR_STEP = 256
 # Steps of a ratio, as it is printed.
 RATIO_STEP = 0.01
 
@@ -59,8 +61,8 @@ def largest_chunk(
     """The largest aligned chunk below ``chunk`` that was run and left the margin; None if none did.
 
     The first try is where the measured points say that the margin is just left; each run adds a point. It ends when
-    the next larger step is predicted not to leave the margin, or was run and did not, after ``MOST_RUNS`` runs, or
-    when they took longer than ``seconds`` together.
+    the next larger step was run and did not leave the margin, or is predicted not to and no clear step more (256
+    tokens or a tenth) does, after ``MOST_RUNS`` runs, or when they took longer than ``seconds`` together.
 
     Args:
         run: runs the worst shape at so many tokens.
@@ -80,7 +82,11 @@ def largest_chunk(
             break
         units = (largest_chunk_within(known, chunk, headroom_bytes - margin_bytes, align) if known else 0) // align
         if best is not None and units <= low:
-            break
+            # Points are whole segments, so a prediction may be a little low: a clear step more is run, not predicted.
+            step = max(_CLEAR_STEP, best.tokens // 10) // align
+            if low + step >= high:
+                break
+            units = low + step
         if not low < units < high:
             # The points mislead: a size that they allow did not come back, or they rule out every size.
             units = (low + high) // 2

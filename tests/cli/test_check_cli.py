@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from prefill_probe.cli import check as module
 from prefill_probe.cli import main
 from prefill_probe.geometry import make_model
 
-SITE = str(Path(__file__).parents[1] / "virtual_site")
+SITE = os.pathsep.join([str(Path(__file__).parents[1] / "virtual_site"), *filter(None, sys.path)])
 needs_engine = pytest.mark.skipif(
     find_spec("freetoken") is None, reason="FreeToken is not installed in this environment"
 )
@@ -41,11 +42,12 @@ def serve(model: Path, *more: str) -> list[str]:
 def test_what_is_deployed_is_checked_whatever_its_own_probe_is_set_to(
     gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off in the deployed command line, a preflight that refuses, a record of its own, a smaller margin than here."""
+    """Off in the deployed command line, a preflight that refuses, a record and metrics of its own, a smaller margin."""
     monkeypatch.setenv("VIRTUAL_CARD", "15.5GiB")
     deployed = ["--max-prefill-length", "8192", "--prefill-probe", "off", "--prefill-probe-margin", "1MiB"]
     deployed += ["--prefill-probe-preflight", "refuse"]
     more = [*deployed, "--prefill-probe-report", str(tmp_path / "deployed.json")]
+    more += ["--prefill-probe-metrics", str(tmp_path / "deployed.prom")]
     here = ["--no-weights", "--margin", "256MiB", "--memory-ratio", "0.95", "--report", str(tmp_path / "r.json")]
     result = CliRunner().invoke(main, ["check", *here, *serve(gpu, *more)])
     assert result.exit_code == 78, result.output
@@ -56,7 +58,9 @@ def test_what_is_deployed_is_checked_whatever_its_own_probe_is_set_to(
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["memory"]["margin_bytes"] == 256 << 20
     assert record["flags"]["--memory-ratio"] == 0.95
+    assert record["perturbed_routers"] == 4
     assert not (tmp_path / "deployed.json").exists()
+    assert not (tmp_path / "deployed.prom").exists()
 
 
 @pytest.mark.slow

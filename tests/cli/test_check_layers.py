@@ -82,6 +82,7 @@ def test_a_chunk_that_fits_beside_all_layers_fits_and_the_pools_are_those_of_all
     record = record_of(model)
     assert (record["verdict"], record["reduced"]["of"], record["advice"]) == ("fits", 12, [])
     assert record["flags"]["--moe-cache-auto"] is True
+    assert record["perturbed_routers"] == 4
     assert "--num-pages" not in record["flags"]
     # 12 layers of 256 experts of 1.7 MB; the first four have a third of them.
     assert record["memory"]["held"]["expert_cache_bytes"] > 4.5 * GIB

@@ -85,6 +85,24 @@ def test_an_oom_at_any_of_ten_places_leaves_no_trace(booted: tuple[Any, Any]) ->
     assert len(places) >= 5, places
 
 
+def test_perturbed_routers_spread_a_chunk_and_are_restored_bit_for_bit(booted: tuple[Any, Any]) -> None:
+    import torch
+
+    from engine_hooks.freetoken.routers import routers_of
+    from prefill_probe import ProbeSettings, probe
+
+    llm, engine = booted
+    weights = [router.weight for router in routers_of(llm.engine.model)]
+    before = [weight.cpu() for weight in weights]
+    with engine.perturbed_routers() as perturbed:
+        record = probe(engine, ProbeSettings())
+    assert perturbed.routers == len(weights) == 4
+    assert all(torch.equal(weight.cpu(), then) for weight, then in zip(weights, before, strict=True))
+    assert not engine.damaged
+    watched = next(run.routing for run in record.shapes if run.routing)
+    assert min(watched.distinct) > 400  # of 512, 10 a token
+
+
 def test_greedy_tokens_of_twenty_prompts_are_the_same_before_and_after(booted: tuple[Any, Any]) -> None:
     import torch
     from freetoken.core import SamplingParams

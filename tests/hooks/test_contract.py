@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_hooks.freetoken import versions
+from engine_hooks.freetoken import routers, versions
 
 WHEELS = Path(__file__).resolve().parents[2] / ".wheels"
 FREE_LISTS = ("free_slots", "_swa_free")
@@ -63,6 +63,13 @@ class Wheel:
 
     def is_package(self, module: str) -> bool:
         return f"{module.replace('.', '/')}/__init__.py" in self._names
+
+    def models(self) -> list[str]:
+        """The files of its model families."""
+        return sorted(name for name in self._names if name.startswith("freetoken/models/") and name.endswith(".py"))
+
+    def read(self, name: str) -> str:
+        return self._archive.read(name).decode()
 
     def source(self) -> str:
         """Everything of the package's core, for attributes that are set in methods."""
@@ -143,3 +150,33 @@ def test_the_free_lists_are_replaced_and_never_edited_in_place(wheel: Wheel) -> 
                 if owner.endswith(FREE_LISTS):
                     edits.append(ast.unparse(node))
     assert edits == []
+
+
+def test_what_chooses_beside_experts_is_a_gate_or_a_router(wheel: Wheel) -> None:
+    """``routers`` finds routers by these names, of every family."""
+    others, found = [], 0
+    for name in wheel.models():
+        for node in ast.walk(ast.parse(wheel.read(name))):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            set_here = {
+                target.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Assign)
+                for target in each.targets
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+            }
+            found += "experts" in set_here
+            if "experts" in set_here and not set_here & set(routers._ROUTERS):
+                others.append(f"{name}: {node.name}")
+    assert others == []
+    assert found >= 9
+
+
+def test_dummy_weights_are_as_the_routers_were_read(wheel: Wheel) -> None:
+    made = wheel.find("freetoken.engine.engine", "_make_dummy_weight_state_dict")
+    assert made is not None
+    text = ast.unparse(made)
+    assert "torch.randn(param.shape, dtype=param.dtype, device=device)" in text
+    assert "torch.zeros(param.shape, dtype=param.dtype, device=device)" in text
+    assert f"self.{routers._TABLE} = " in wheel.read("freetoken/models/deepseek_v4/moe.py")

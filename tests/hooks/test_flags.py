@@ -16,6 +16,7 @@ BAD = {
     "--prefill-probe-shapes": "round",
     "--prefill-probe-report": "",
     "--prefill-probe-preflight": "enforce",
+    "--prefill-probe-metrics": "",
     "--prefill-guard": "maybe",
 }
 GOOD = {
@@ -25,6 +26,7 @@ GOOD = {
     "--prefill-probe-shapes": "deep",
     "--prefill-probe-report": "r.json",
     "--prefill-probe-preflight": "refuse",
+    "--prefill-probe-metrics": "probe.prom",
     "--prefill-guard": "off",
 }
 

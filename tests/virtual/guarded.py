@@ -99,7 +99,8 @@ def main() -> None:
         needs = needs_of(probe(engine, ProbeSettings(guard=True)))
         assert needs is not None
         misses: list[str] = []
-        guard = guards.Guard(engine, needs, misses.append)
+        counts: list[dict[str, int]] = []
+        guard = guards.Guard(engine, needs, misses.append, lambda counters: counts.append(dict(vars(counters))))
         loop = Loop(scheduler)
         guard.attach(scheduler)
 
@@ -134,6 +135,7 @@ def main() -> None:
         loop.rest()
         found["errors"] = loop.errors()
         found["counters"] = vars(guard.counters)
+        found["counts"] = counts
         found["misses"] = misses
         found["before"], found["after"] = before, held(scheduler)
     print(json.dumps(found))

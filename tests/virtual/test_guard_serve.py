@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -55,7 +56,7 @@ def neighbour(tmp_path: Path) -> Neighbour:
 @pytest.fixture
 def serve(model: Path, neighbour: Neighbour, tmp_path: Path) -> Any:
     def start(*more: str, **variables: str) -> Any:
-        site = str(Path(__file__).parents[1] / "virtual_site")
+        site = os.pathsep.join([str(Path(__file__).parents[1] / "virtual_site"), *filter(None, sys.path)])
         environment = {"VIRTUAL_VRAM": "15.5GiB", "VIRTUAL_NEIGHBOUR": str(tmp_path / "neighbour")}
         environment |= {"PYTHONPATH": site, "HF_HUB_OFFLINE": "1", "PREFILL_PROBE_REPORT": str(tmp_path / "r.json")}
         return server(["--model", str(model), *INCIDENT, *more], environment | variables)
@@ -83,12 +84,22 @@ def chunks(one: Server, since: int) -> list[int]:
     return [int(line.split("#new-token: ")[1].split(",")[0]) for line in lines if "#new-token: " in line]
 
 
+def counters(path: Path) -> dict[str, float]:
+    """The guard's, in the metrics file, as prometheus_client reads it."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = parser.text_string_to_metric_families(path.read_text(encoding="utf-8"))
+    prefix = "prefill_probe_guard_"
+    return {f.name[len(prefix) :]: f.samples[0].value for f in families if f.name.startswith(prefix)}
+
+
 def test_prompts_get_slower_and_then_refused_while_memory_is_short_and_the_server_goes_on(
     serve: Any, neighbour: Neighbour, tmp_path: Path
 ) -> None:
-    with serve("--max-prefill-length", "2048") as one:
+    metrics = tmp_path / "guard.prom"
+    with serve("--max-prefill-length", "2048", "--prefill-probe-metrics", str(metrics)) as one:
         assert one.wait(150, until_ready=True) == "ready", one.text()[-3000:]
         record = json.loads((tmp_path / "r.json").read_text())
+        assert set(counters(metrics).values()) == {0}
         need, headroom = record["need"]["device_bytes"], record["memory"]["headroom_bytes"]
         # Short of anything: the request ends, by 503, and says what would be needed; the server does not.
         neighbour.hold(headroom - 2 * MIB)
@@ -114,6 +125,13 @@ def test_prompts_get_slower_and_then_refused_while_memory_is_short_and_the_serve
         assert chunks(one, mark)[:2] == [2048, 2048]
         assert "1 requests refused, 0 misses" in one.text()
 
+        # A fleet sees it too, once the last of it is five seconds old.
+        time.sleep(6)
+        found = counters(metrics)
+        assert (found["requests_refused"], found["misses"]) == (1, 0)
+        assert 1 <= found["passes_shrunk"] <= len(shrunk)
+        assert found["tokens_delayed"] >= found["passes_shrunk"] * 64
+
 
 @pytest.mark.slow  # what the guard is for; forty seconds of waiting for an end
 def test_without_the_guard_the_same_ends_the_server(serve: Any, neighbour: Neighbour, tmp_path: Path) -> None:
@@ -129,10 +147,13 @@ def test_without_the_guard_the_same_ends_the_server(serve: Any, neighbour: Neigh
 def test_a_prefill_that_runs_out_all_the_same_ends_the_server_by_name(
     serve: Any, neighbour: Neighbour, tmp_path: Path
 ) -> None:
-    with serve("--max-prefill-length", "2048", VIRTUAL_UNSEEN="yes") as one:
+    with serve(
+        "--max-prefill-length", "2048", VIRTUAL_UNSEEN="yes", PREFILL_PROBE_METRICS=str(tmp_path / "miss.prom")
+    ) as one:
         assert one.wait(150, until_ready=True) == "ready", one.text()[-3000:]
         record = json.loads((tmp_path / "r.json").read_text())
         assert record["miss"] is None
+        assert counters(tmp_path / "miss.prom")["misses"] == 0
         neighbour.hold(record["memory"]["headroom_bytes"] - 100 * MIB)
         one.generate(prompt_of(6000, 1), 2, timeout=3)
         health, end = {}, time.monotonic() + 30
@@ -147,6 +168,7 @@ def test_a_prefill_that_runs_out_all_the_same_ends_the_server_by_name(
         assert predicted
         assert abs(int(predicted[1]) - record["need"]["device_bytes"] / MIB) < 8
         assert "CUDA out of memory. Tried to allocate" in miss
+        assert counters(tmp_path / "miss.prom")["misses"] == 1
 
 
 @pytest.mark.slow

@@ -35,4 +35,6 @@ def test_a_prompt_refused_with_a_chunk_in_flight_gives_all_back_and_full_chunks_
     assert set(found["errors"]) == {"2"}  # the third prompt was slower, and was answered
     counters = {"passes_shrunk": 1, "tokens_delayed": CHUNK - smaller, "requests_refused": 1, "misses": 0}
     assert (found["counters"], found["misses"]) == (counters, [])
+    # Told when it changes, and not at any of the other passes.
+    assert found["counts"] == [{**counters, "passes_shrunk": 0, "tokens_delayed": 0}, counters]
     assert found["after"] == found["before"]

@@ -25,7 +25,7 @@ INCIDENT = [
     "--max-running-requests", "1", "--cuda-graph-max-bs", "1", "--moe-cache-size", "512", "--memory-ratio", "0.95",
     "--disable-moe-prefill-overlap", "--dummy-weight", "--text-model-only", "--port", "18931",
 ]  # fmt: skip
-SITE = str(Path(__file__).parents[1] / "virtual_site")
+SITE = os.pathsep.join([str(Path(__file__).parents[1] / "virtual_site"), *filter(None, sys.path)])
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,7 @@ def test_a_start_is_followed_to_its_verdict_and_nothing_of_it_is_left(followed: 
     assert one.record is not None, "\n".join(one.log)
     assert one.record.verdict in ("fits", "tight")
     assert followed.stages == [stages.LOAD, stages.CACHES, stages.GRAPHS, stages.CHUNK, stages.VERDICT]
+    assert one.record.perturbed_routers == 4
     # It is ended before it answers anybody.
     assert not any(READY in line for line in one.log)
     assert followed.left == ""

@@ -7,6 +7,7 @@ All of the engine's own processes run, on a machine without a GPU: server, token
 that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
 ``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming. Each rank has a
 GPU of its own; with ``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone.
+With ``VIRTUAL_HANG``, the state directory, an allocation does not come back while a probe's marker stands there.
 """
 
 import os
@@ -54,6 +55,16 @@ def _enter():
             import torch
 
             torch.cuda.mem_get_info = lambda *_: (alone(device.allocator.reserved), device.card.total_bytes)
+
+    if state := os.environ.get("VIRTUAL_HANG"):
+        allocate = device.allocate
+
+        def hang(size):
+            while list(Path(state).glob("unfinished-*.json")):
+                time.sleep(0.1)
+            return allocate(size)
+
+        device.allocate = hang
 
     from engine_hooks.freetoken.virtual import answered
 
