@@ -92,6 +92,12 @@ def real_engine(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
         ballast.close()
 
 
+def burst_lengths(chunk: int, count: int) -> list[int]:
+    """``count`` prompts that share a chunk, each one token above a multiple of 64, at which recurrent state is kept."""
+    units = max(0, chunk - count) // 64
+    return [1 + 64 * (units // count + (number < units % count)) for number in range(count)]
+
+
 class Clients:
     """Requests through the scheduler's own overlapped loop, with random prompts that no earlier one began with."""
 
@@ -115,11 +121,10 @@ class Clients:
 
     def kinds(self) -> dict[str, Callable[[], None]]:
         """What is served, by name."""
-        several = max(2, self._limits.max_sequences)
-        short = 1 + 64 * (self._chunk // 64 // several)
+        lengths = burst_lengths(self._chunk, max(2, self._limits.max_sequences))
         return {
             "long prompt": self._serve_long,
-            "burst": lambda: self._serve([self._prompt(short) for _ in range(several)], 4),
+            "burst": lambda: self._serve([self._prompt(length) for length in lengths], 4),
             "deep prompt": self._serve_deep,
         }
 
@@ -193,7 +198,7 @@ class Cells:
         """
         import torch
 
-        from engine_hooks.freetoken.engine import FreeTokenEngine
+        from engine_hooks.freetoken.engine import FreeTokenEngine, _unpriced
         from engine_hooks.freetoken.planner import quiet
 
         scheduler, visible = self._scheduler, int(order["visible_gib"] * GIB)
@@ -208,7 +213,8 @@ class Cells:
         else:
             sizes = planner.sizes({"--num-tokens": TOKENS, "--moe-cache-size": SLOTS})
         sizes = {name: size for name, size in sizes.items() if name in planner.present()}
-        with torch.inference_mode(), quiet():
+        # A resize is priced by the ratio of this start, which is another one.
+        with torch.inference_mode(), quiet(), _unpriced(scheduler.engine.kv_cache):
             scheduler.rebuild_cache(**sizes)
         self._noted.given["max_extend_tokens"] = order["chunk"]
         self._engine.adopt_chunk(order["chunk"])
@@ -420,6 +426,7 @@ def main() -> None:
     largest = max(cell["chunk"] for cell in order["cells"])
     arguments += ["--max-prefill-length", str(largest), "--port", str(20_000 + os.getpid() % 20_000)]
     with (virtual_engine if order["virtual"] else real_engine)(arguments) as (engine, beside):
+        gc.freeze()  # what a start leaves stays, and need not be looked through a dozen times a cell
         booted = round(time.monotonic() - began, 1)
         cells = Cells(engine, beside)
         for number, cell in enumerate(order["cells"]):
