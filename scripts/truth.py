@@ -93,9 +93,12 @@ def real_engine(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
 
 
 def burst_lengths(chunk: int, count: int) -> list[int]:
-    """``count`` prompts that share a chunk, each one token above a multiple of 64, at which recurrent state is kept."""
-    units = max(0, chunk - count) // 64
-    return [1 + 64 * (units // count + (number < units % count)) for number in range(count)]
+    """``count`` prompts that share a chunk, one token above multiples of 64, at which recurrent state is kept; the last
+    has the rest.
+    """
+    units, rest = divmod(max(0, chunk - count), 64)
+    lengths = [1 + 64 * (units // count + (number < units % count)) for number in range(count)]
+    return [*lengths[:-1], lengths[-1] + rest]
 
 
 class Clients:
@@ -323,6 +326,7 @@ class Cells:
         from prefill_probe.faults import classify
 
         engine, at = self._engine, ""
+        engine.settle()  # as a probe leaves it
         idle = engine.meter.read()
         found: dict[str, Any] = {"served": True}
         try:
@@ -333,6 +337,8 @@ class Cells:
                         at = f"{name}, turn {turn + 1}"
                         serve()
             found["peak"] = asdict(measured.peak)
+            # What the idle engine holds more than before: the prefix cache's lists of pages.
+            found["kept_bytes"] = engine.meter.read().allocated_bytes - idle.allocated_bytes
         except Exception as error:
             fault = classify(error, free_bytes=measured.free_bytes, total_bytes=idle.total_bytes, wsl=False)
             if not fault.is_memory:
