@@ -55,7 +55,7 @@ class Row:
 
 def rows_of(document: dict[str, Any]) -> list[Row]:
     """The cells of a matrix, in the file's order."""
-    cases = {name: case for name, case in document["cases"].items() if "verdict" in case}
+    cases = {name: case for name, case in document["cases"].items() if "verdict" in case and not case.get("fresh")}
     boundary = {
         case["ladder"]: case["truth"]["peak"]["device_bytes"]
         for case in cases.values()
@@ -171,13 +171,15 @@ def _verdicts(rows: list[Row]) -> list[str]:
     ]
     if not wrong:
         return [*lines, "No cell disagrees.", ""]
+    close = sum(row.off_bytes is not None and abs(row.off_bytes) <= NEAR_BYTES for row in wrong)
     body = [
         (row.name, judged(row), _mib(row.headroom_bytes), _mib(row.need and row.need["device_bytes"]),
          _mib(row.boundary_bytes), _mib(row.off_bytes), row.case["truth"].get("at", "served"))
         for row in wrong
     ]  # fmt: skip
     head = ("cell", "what", "headroom", "need", "requests took, with room", "headroom less that", "requests")
-    return [*lines, "Those that disagree, in MiB of the device:", "", *_table(head, body), ""]
+    said = f"Those that disagree, {close} of {len(wrong)} within 32 MiB of the boundary; in MiB of the device:"
+    return [*lines, said, "", *_table(head, body), ""]
 
 
 def _boundary(rows: list[Row]) -> list[str]:
@@ -226,6 +228,34 @@ def _again(document: dict[str, Any]) -> list[str]:
     return [*lines, *([f"Not finished: {', '.join(ended)}."] if ended else []), ""]
 
 
+def fresh_pairs(document: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Cells that were run in a start of their own as well: (resized, fresh)."""
+    cases = document["cases"]
+    pairs = [(cases.get(name.removesuffix(", fresh start")), case) for name, case in cases.items() if case.get("fresh")]
+    return [(resized, case) for resized, case in pairs if resized and "verdict" in resized]
+
+
+def _fresh(document: dict[str, Any]) -> list[str]:
+    pairs = fresh_pairs(document)
+    if not pairs:
+        return ["None of these cells was compared with a start of its own (`--fresh`).", ""]
+    verdicts = sum(a["verdict"] == b["verdict"] for a, b in pairs)
+    truths = sum(a["truth"]["served"] == b["truth"]["served"] for a, b in pairs)
+    more = [b["start_left_bytes"] - a["headroom_bytes"] for a, b in pairs]
+    needs = [
+        abs(a["need"]["allocated_bytes"] - b["need"]["allocated_bytes"])
+        for a, b in pairs
+        if all(each["need"] and not each["need"]["estimated"] for each in (a, b))
+    ]
+    return [
+        f"{len(pairs)} of these cells were run again in a start of their own, with its flags, on a card of its size: "
+        f"{verdicts} have the same verdict and {truths} the same truth at the same headroom, and the allocated need "
+        f"differs by {_mib(max(needs, default=None))} MiB at most. Such a start left {_mib(min(more))} to "
+        f"{_mib(max(more))} MiB more than pools that are made anew, which was held as well.",
+        "",
+    ]
+
+
 def _matrix(title: str, name: str, documents: dict[str, Any]) -> list[str]:
     document, lines = documents.get(name), [f"## {title}", ""]
     if document is None:
@@ -234,7 +264,7 @@ def _matrix(title: str, name: str, documents: dict[str, Any]) -> list[str]:
     gpus = sorted({case["versions"].get("gpu", "no GPU") for case in document["cases"].values()})
     engines = sorted({case["versions"].get("freetoken", "unknown") for case in document["cases"].values()})
     lines += [f"[{name}.json](evidence/{name}.json): FreeToken {', '.join(engines)}, {', '.join(gpus)}.", ""]
-    return [*lines, *_verdicts(rows), *_error(rows), *_again(document), *_boundary(rows)]
+    return [*lines, *_verdicts(rows), *_error(rows), *_again(document), *_fresh(document), *_boundary(rows)]
 
 
 def _virtual(documents: dict[str, Any]) -> list[str]:

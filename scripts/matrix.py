@@ -35,6 +35,8 @@ STEPS = {
 }
 ROOM = "the card has more than the pools leave: the need is measured here, and what requests take"
 AGAIN = "the first cell's pools and chunk once more, after all that ran out of memory: nothing of that is left"
+# Of each start's first ladder, what --fresh runs.
+FRESH_STEPS = (0.97, 1.03)
 # Seconds that a start needs, with some cells: none is begun with less.
 LEAST_SECONDS = 60.0
 
@@ -151,18 +153,22 @@ def environment(start: Start, *, virtual: bool) -> dict[str, str]:
     return {**os.environ, **settings}
 
 
-def run_start(start: Start, cells: list[Cell], model: Path, seconds: float, *, virtual: bool) -> Iterator[Any]:
-    """The rows of one process as they come, as (name, row); one that ends early has a row of its own."""
-    order = {
-        "model": str(model),
-        "running": start.running,
-        "virtual": virtual,
-        "seconds": seconds,
-        "cells": [
-            asdict(cell.ladder) | {"step": cell.step, "name": cell.name, "why": cell.why, "ladder": cell.ladder.name}
-            for cell in cells
-        ],
-    }
+def order_of(cell: Cell) -> dict[str, Any]:
+    """A cell as its process is given it."""
+    return asdict(cell.ladder) | {"step": cell.step, "name": cell.name, "why": cell.why, "ladder": cell.ladder.name}
+
+
+def run_start(
+    start: Start, cells: list[dict[str, Any]], model: Path, seconds: float, *, virtual: bool, fresh: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of one process as they come, as (name, row); one that ends early has a row of its own.
+
+    Args:
+        cells: of ``order_of``.
+        fresh: it is one cell, and the process is started with its flags.
+    """
+    order = {"model": str(model), "running": start.running, "virtual": virtual, "seconds": seconds, "cells": cells}
+    order |= {"fresh": fresh}
     command = [sys.executable, str(REPOSITORY / "scripts" / "truth.py"), json.dumps(order)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(start, virtual=virtual)
@@ -190,10 +196,45 @@ def run_start(start: Start, cells: list[Cell], model: Path, seconds: float, *, v
             process.wait(30)
 
 
+def fresh_order(cell: Cell, row: dict[str, Any]) -> dict[str, Any] | None:
+    """``cell`` for a start of its own, on a card whose size leaves the headroom that ``row`` had; None: there is none.
+
+    A ratio leaves a share of what is free before load, so the card differs by more than the headroom did.
+    """
+    if not cell.ladder.visible_gib or "card_differs_bytes" not in row:
+        return None
+    size = int(cell.ladder.visible_gib * (1 << 30) + row["card_differs_bytes"] / (1 - row["memory_ratio"]))
+    more = {name: row[name] for name in ("memory_ratio", "headroom_bytes")}
+    return order_of(cell) | more | {"name": f"{cell.name}, fresh start", "free_bytes": size}
+
+
+def run_fresh(options: Any, evidence: Any) -> int:
+    """``scripts/acceptance matrix --fresh``: cells that the file has, each in a start of its own."""
+    from prefill_probe.geometry import make_model
+
+    failed, end = 0, time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as directory:
+        for start, cells in by_start(ladders()):
+            if options.only and options.only not in start.name:
+                continue
+            for cell in (each for each in cells if each.ladder == cells[0].ladder and each.step in FRESH_STEPS):
+                order = fresh_order(cell, evidence.case(cell.name))
+                if order is None or (evidence.has(order["name"]) and not options.again) or time.monotonic() > end:
+                    continue
+                model = make_model(Path(directory) / start.geometry, start.geometry, layers=LAYERS)
+                for name, row in run_start(start, [order], model, 600, virtual=options.virtual, fresh=True):
+                    failed += not row["ok"]
+                    evidence.add(name, row)
+                    print(f"{name}: {said(row)}", flush=True)
+    return 1 if failed else 0
+
+
 def run(options: Any, evidence: Any) -> int:
     """``scripts/acceptance matrix``."""
     from prefill_probe.geometry import make_model
 
+    if options.fresh:
+        return run_fresh(options, evidence)
     failed, end = 0, time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as directory:
         chunks = {int(chunk) for chunk in options.chunks.split(",")} if options.chunks else None
@@ -206,7 +247,7 @@ def run(options: Any, evidence: Any) -> int:
                 continue
             model = make_model(Path(directory) / start.geometry, start.geometry, layers=LAYERS)
             good = True
-            for name, row in run_start(start, todo, model, left, virtual=options.virtual):
+            for name, row in run_start(start, [*map(order_of, todo)], model, left, virtual=options.virtual):
                 good = good and row["ok"]
                 if options.again or not evidence.has(name) or not row["ok"]:
                     evidence.add(name, row)

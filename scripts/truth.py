@@ -35,6 +35,8 @@ TOKENS, SLOTS = 196_608, 512
 TURNS = 3
 # Prompts in chunks. A deep one goes on where the first long one ended, and all but its last chunk is served once.
 LONG_CHUNKS, DEEP_CHUNKS = 5, 8
+# What an engine takes of the card before it looks how much is free (prefill_probe.virtual.device).
+CONTEXT_BYTES = int(593.56 * MIB)
 SERVE = ["--moe-cache-auto", "--disable-moe-prefill-overlap", "--dummy-weight", "--text-model-only"]
 
 
@@ -52,24 +54,28 @@ class Virtual:
 
 
 @contextlib.contextmanager
-def virtual_engine(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
+def virtual_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[tuple[Any, Any]]:
     """The engine on a virtual H200, and what holds memory beside it."""
     from engine_hooks.freetoken import virtual
     from prefill_probe.virtual.cards import card_named
 
     card = card_named("H200")
-    ratio = str(round(min(BOOT_SHARE, BOOT_BYTES / card.usable_bytes), 4))
-    with virtual.started([*arguments, "--memory-ratio", ratio], card) as (engine, device):
+    ratio = round(min(BOOT_SHARE, BOOT_BYTES / card.usable_bytes), 4)
+    if fresh:
+        ratio, card = fresh["memory_ratio"], replace(card, usable_bytes=fresh["free_bytes"] + CONTEXT_BYTES)
+    with virtual.started([*arguments, "--memory-ratio", str(ratio)], card) as (engine, device):
         yield engine, Virtual(device)
 
 
 @contextlib.contextmanager
-def real_engine(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
+def real_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[tuple[Any, Any]]:
     """The engine on this machine's GPU, its own probe left out, and a process that holds memory beside it."""
     from machine import Ballast
 
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(Ballast, 0)  # it imports torch as well: meanwhile
+        starting = pool.submit(
+            Ballast, fresh["free_bytes"] + CONTEXT_BYTES if fresh else 0
+        )  # it imports torch as well: meanwhile
         import torch
         from freetoken.scheduler import Scheduler
         from generate import tame
@@ -81,13 +87,14 @@ def real_engine(arguments: list[str]) -> Iterator[tuple[Any, Any]]:
 
         ballast = starting.result()
     try:
-        ratio = str(round(min(BOOT_SHARE, BOOT_BYTES / ballast.free()), 4))
-        config = replace(parsed([*arguments, "--memory-ratio", ratio]), offline_mode=True)
+        ratio = fresh["memory_ratio"] if fresh else round(min(BOOT_SHARE, BOOT_BYTES / ballast.free()), 4)
+        config = replace(parsed([*arguments, "--memory-ratio", str(ratio)]), offline_mode=True)
         with tap(config) as noted, kept_peaks() as peaks:
             scheduler = Scheduler(config)
         with torch.inference_mode():
             tame(scheduler)
         yield FreeTokenEngine(scheduler, noted, peaks), ballast
+        torch.distributed.destroy_process_group()
     finally:
         ballast.close()
 
@@ -236,6 +243,7 @@ class Cells:
         import torch
 
         scheduler = self._scheduler
+        self._beside.take(0)
         scheduler.prefill_manager.pending_list.clear()
         scheduler.decode_manager.running_reqs = set()
         scheduler.finished_reqs = set()
@@ -284,6 +292,19 @@ class Cells:
             first = self._room.get(ladder)
             row["as_before"] = None if first is None else first["allocated"] == idle.allocated_bytes
             row["need_before"] = first and first["need"]
+        return row | {"ok": True, "seconds": round(time.monotonic() - began, 2)}
+
+    def run_fresh(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The one cell of a start that was given its flags, on a card of its size: nothing is resized.
+
+        A start leaves a little more than pools that are made anew; the process beside holds that.
+        """
+        began = time.monotonic()
+        left = int(self._engine.meter.read().free_bytes)
+        self._leave(order["headroom_bytes"])
+        row = {name: order[name] for name in ("ladder", "step", "chunk", "memory_ratio")} | order["start"]
+        row |= {"fresh": True, "start_left_bytes": left, "pools": self._engine._planner.present()} | self._verdict()
+        row["truth"] = self._truth(order["chunk"])
         return row | {"ok": True, "seconds": round(time.monotonic() - began, 2)}
 
     def _verdict(self) -> dict[str, Any]:
@@ -431,14 +452,15 @@ def main() -> None:
     arguments += ["--cuda-graph-max-bs", str(min(4, order["running"]))]
     largest = max(cell["chunk"] for cell in order["cells"])
     arguments += ["--max-prefill-length", str(largest), "--port", str(20_000 + os.getpid() % 20_000)]
-    with (virtual_engine if order["virtual"] else real_engine)(arguments) as (engine, beside):
+    fresh = order["cells"][0] if order.get("fresh") else None
+    with (virtual_engine if order["virtual"] else real_engine)(arguments, fresh) as (engine, beside):
         gc.freeze()  # what a start leaves stays, and need not be looked through a dozen times a cell
         booted = round(time.monotonic() - began, 1)
         cells = Cells(engine, beside)
         for number, cell in enumerate(order["cells"]):
             if time.monotonic() - began > order["seconds"]:
                 return
-            row = cells.run(cell)
+            row = cells.run_fresh(cell) if fresh else cells.run(cell)
             if not number:
                 row["boot_seconds"] = booted
             print(json.dumps({"cell": cell["name"]} | row), file=out, flush=True)

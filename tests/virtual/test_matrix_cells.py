@@ -25,7 +25,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[float, dict[str, Any]
     model = make_model(tmp_path_factory.mktemp("model"), START, layers=2)
     start = matrix.Start(START, 2)
     cells = [matrix.Cell(matrix.Ladder(start, CHUNK, 8), step) for step in (0, 0.9, -1)]
-    found = dict(matrix.run_start(start, cells, model, 300, virtual=True))
+    found = dict(matrix.run_start(start, [*map(matrix.order_of, cells)], model, 300, virtual=True))
     assert list(found) == [cell.name for cell in cells], found
     return {cell.step: found[cell.name] for cell in cells}
 
