@@ -30,6 +30,8 @@ GIB, MIB = 1 << 30, 1 << 20
 BOOT_BYTES, BOOT_SHARE = 20 * GIB, 0.6
 # Of the cells with room: their pools are planned for what a card of that size has.
 ROOM_RATIO = 0.85
+# A card may be smaller than what pools are planned for by as much as the room that those leave.
+LARGEST_SHARE = 1.05
 # Explicit pools.
 TOKENS, SLOTS = 196_608, 512
 TURNS = 3
@@ -89,9 +91,8 @@ def real_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[
     try:
         ratio = fresh["memory_ratio"] if fresh else round(min(BOOT_SHARE, BOOT_BYTES / ballast.free()), 4)
         config = replace(parsed([*arguments, "--memory-ratio", str(ratio)]), offline_mode=True)
-        with tap(config) as noted, kept_peaks() as peaks:
+        with torch.inference_mode(), tap(config) as noted, kept_peaks() as peaks:  # as the server's ranks do
             scheduler = Scheduler(config)
-        with torch.inference_mode():
             tame(scheduler)
         yield FreeTokenEngine(scheduler, noted, peaks), ballast
         torch.distributed.destroy_process_group()
@@ -252,7 +253,8 @@ class Cells:
         gc.collect()
         torch.cuda.synchronize()
         if scheduler.engine.moe_offload_cache is not None:
-            scheduler.engine.moe_offload_cache.reset()
+            with torch.inference_mode():
+                scheduler.engine.moe_offload_cache.reset()
 
     # What is asked ---------------------------------------------------------------------------------------------
 
@@ -263,6 +265,10 @@ class Cells:
         began, ladder, step = time.monotonic(), order["ladder"], order["step"]
         row = {name: order[name] for name in ("ladder", "step", "why", "chunk", "visible_gib")} | order["start"]
         room, visible = step <= 0, int(order["visible_gib"] * GIB)
+        if visible > LARGEST_SHARE * self._before_load:
+            return row | {"ok": True, "not_a_start": "this card has less"}
+        if not room and ladder not in self._needs:
+            return row | {"ok": True, "not_a_start": "the ladder's need was not measured"}
         wanted = 0 if room else int(step * self._needs[ladder])
         ratio = ROOM_RATIO if room else round(1 - (wanted + self._uncounted[ladder]) / max(visible, 1), 3)
         if visible:
@@ -282,7 +288,7 @@ class Cells:
             if visible:
                 row["card_differs_bytes"] = wanted - natural
         row |= self._verdict()
-        if step == 0:
+        if step == 0 and row["verdict"] in ("fits", "tight"):
             self._needs[ladder] = row["need"]["device_bytes"]
             row["shortcuts"] = self._shortcuts()
         row["truth"] = self._truth(order["chunk"])
