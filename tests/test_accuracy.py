@@ -112,6 +112,18 @@ def test_two_files_are_joined_by_the_name_of_the_cell() -> None:
     assert [(r.name, v.verdict) for r, v in accuracy.joined(real, virtual)] == [("cell 0", "fits")]
 
 
+def test_a_start_of_its_own_is_compared_with_its_cell_and_not_counted_twice() -> None:
+    resized, fresh = cell("tight", True, 97), cell("tight", True, 97, need=92, fresh=True, start_left_bytes=105 * MIB)
+    cases = {"one": resized, "one, fresh start": fresh, "another, fresh start": fresh}
+    document = {"cases": cases}
+    assert [row.name for row in accuracy.rows_of(document)] == ["one"]
+    assert accuracy.fresh_pairs(document) == [(resized, fresh)]
+    page = accuracy.page_of({"matrix": document})
+    assert "1 of these cells were run again" in page
+    assert "the allocated need differs by 2.0 MiB at most" in page
+    assert "left 8.0 to 8.0 MiB more" in page
+
+
 def test_what_was_not_measured_is_said_to_be_so() -> None:
     page = accuracy.page_of({})
     assert "Not measured: there is no docs/evidence/matrix.json." in page

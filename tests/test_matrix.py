@@ -66,6 +66,18 @@ def test_a_quick_look_is_part_of_the_whole_in_one_start() -> None:
     assert set(quick[0][1]) <= set(ALL)
 
 
+def test_a_start_of_its_own_has_the_flags_of_its_cell_and_a_card_that_leaves_as_much() -> None:
+    cell = next(cell for cell in ALL if cell.ladder.visible_gib == 12 and cell.step == 1.03)
+    row = {"memory_ratio": 0.9, "headroom_bytes": 500, "card_differs_bytes": 100}
+    order = matrix.fresh_order(cell, row)
+    assert order is not None
+    # A tenth of what the card has more becomes headroom.
+    assert order["free_bytes"] == (12 << 30) + 1000
+    assert (order["memory_ratio"], order["headroom_bytes"]) == (0.9, 500)
+    assert order["name"] == f"{cell.name}, fresh start"
+    assert matrix.fresh_order(cell, {}) is None
+
+
 @given(some.integers(64, 32768), some.integers(1, 64))
 def test_a_burst_fits_into_a_chunk_and_takes_the_most_state(chunk: int, count: int) -> None:
     lengths = truth.burst_lengths(chunk, count)
