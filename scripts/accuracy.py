@@ -152,7 +152,15 @@ def spread(values: Sequence[float]) -> list[object]:
 SPREAD = ("cells", "median", "5th percentile", "95th percentile", "worst")
 
 
-def _verdicts(rows: list[Row]) -> list[str]:
+def _alone(name: str, document: dict[str, Any]) -> str:
+    """What a cell is in a start of its own."""
+    case = document["cases"].get(f"{name}, fresh start")
+    if case is None or "verdict" not in case:
+        return "not run"
+    return f"{case['verdict']}, {'served' if case['truth']['served'] else 'out of memory'}"
+
+
+def _verdicts(rows: list[Row], document: dict[str, Any]) -> list[str]:
     wrong = [row for row in rows if judged(row) != "right"]
     tight = [row for row in rows if row.verdict == "tight" and row.off_bytes is not None]
     near = sum(abs(row.off_bytes or 0) <= NEAR_BYTES for row in tight)
@@ -174,10 +182,20 @@ def _verdicts(rows: list[Row]) -> list[str]:
     close = sum(row.off_bytes is not None and abs(row.off_bytes) <= NEAR_BYTES for row in wrong)
     body = [
         (row.name, judged(row), _mib(row.headroom_bytes), _mib(row.need and row.need["device_bytes"]),
-         _mib(row.boundary_bytes), _mib(row.off_bytes), row.case["truth"].get("at", "served"))
+         _mib(row.boundary_bytes), _mib(row.off_bytes), row.case["truth"].get("at", "served"),
+         _alone(row.name, document))
         for row in wrong
     ]  # fmt: skip
-    head = ("cell", "what", "headroom", "need", "requests took, with room", "headroom less that", "requests")
+    head = (
+        "cell",
+        "what",
+        "headroom",
+        "need",
+        "requests took, with room",
+        "headroom less that",
+        "requests",
+        "in a start of its own",
+    )
     said = f"Those that disagree, {close} of {len(wrong)} within 32 MiB of the boundary; in MiB of the device:"
     return [*lines, said, "", *_table(head, body), ""]
 
@@ -266,7 +284,7 @@ def _matrix(title: str, name: str, documents: dict[str, Any]) -> list[str]:
     gpus = sorted({case["versions"].get("gpu", "no GPU") for case in document["cases"].values()})
     engines = sorted({case["versions"].get("freetoken", "unknown") for case in document["cases"].values()})
     lines += [f"[{name}.json](evidence/{name}.json): FreeToken {', '.join(engines)}, {', '.join(gpus)}.", ""]
-    return [*lines, *_verdicts(rows), *_error(rows), *_again(document), *_fresh(document), *_boundary(rows)]
+    return [*lines, *_verdicts(rows, document), *_error(rows), *_again(document), *_fresh(document), *_boundary(rows)]
 
 
 def _virtual(documents: dict[str, Any]) -> list[str]:

@@ -35,8 +35,9 @@ STEPS = {
 }
 ROOM = "the card has more than the pools leave: the need is measured here, and what requests take"
 AGAIN = "the first cell's pools and chunk once more, after all that ran out of memory: nothing of that is left"
-# Of each start's first ladder, what --fresh runs.
+# What --fresh runs of each start's first ladder, and beside it whatever disagrees. Explicit pools get such a card.
 FRESH_STEPS = (0.97, 1.03)
+ROOMY_BYTES = 32 << 30
 # Seconds that a start needs, with some cells: none is begun with less.
 LEAST_SECONDS = 60.0
 
@@ -201,11 +202,19 @@ def fresh_order(cell: Cell, row: dict[str, Any]) -> dict[str, Any] | None:
 
     A ratio leaves a share of what is free before load, so the card differs by more than the headroom did.
     """
-    if not cell.ladder.visible_gib or "card_differs_bytes" not in row:
+    if "truth" not in row or cell.step <= 0:
         return None
-    size = int(cell.ladder.visible_gib * (1 << 30) + row["card_differs_bytes"] / (1 - row["memory_ratio"]))
-    more = {name: row[name] for name in ("memory_ratio", "headroom_bytes")}
-    return order_of(cell) | more | {"name": f"{cell.name}, fresh start", "free_bytes": size}
+    ratio, size = 0.9, ROOMY_BYTES
+    if cell.ladder.visible_gib:
+        ratio = row["memory_ratio"]
+        size = int(cell.ladder.visible_gib * (1 << 30) + row["card_differs_bytes"] / (1 - ratio))
+    more = {"pools": row["pools"], "headroom_bytes": row["headroom_bytes"], "memory_ratio": ratio, "free_bytes": size}
+    return order_of(cell) | more | {"name": f"{cell.name}, fresh start"}
+
+
+def disagrees(row: dict[str, Any]) -> bool:
+    """Whether requests did what the verdict excludes."""
+    return "truth" in row and row["truth"]["served"] != (row["verdict"] in ("fits", "tight"))
 
 
 def run_fresh(options: Any, evidence: Any) -> int:
@@ -217,8 +226,10 @@ def run_fresh(options: Any, evidence: Any) -> int:
         for start, cells in by_start(ladders()):
             if options.only and options.only not in start.name:
                 continue
-            for cell in (each for each in cells if each.ladder == cells[0].ladder and each.step in FRESH_STEPS):
-                order = fresh_order(cell, evidence.case(cell.name))
+            for cell in cells:
+                row = evidence.case(cell.name)
+                wanted = disagrees(row) or (cell.ladder == cells[0].ladder and cell.step in FRESH_STEPS)
+                order = fresh_order(cell, row) if wanted else None
                 if order is None or (evidence.has(order["name"]) and not options.again) or time.monotonic() > end:
                     continue
                 model = make_model(Path(directory) / start.geometry, start.geometry, layers=LAYERS)

@@ -459,6 +459,10 @@ def main() -> None:
     largest = max(cell["chunk"] for cell in order["cells"])
     arguments += ["--max-prefill-length", str(largest), "--port", str(20_000 + os.getpid() % 20_000)]
     fresh = order["cells"][0] if order.get("fresh") else None
+    if fresh and not fresh["visible_gib"]:
+        arguments.remove("--moe-cache-auto")
+        slots = fresh["pools"].get("moe_cache_size")
+        arguments += ["--num-tokens", str(TOKENS), *(["--moe-cache-size", str(slots)] if slots else [])]
     with (virtual_engine if order["virtual"] else real_engine)(arguments, fresh) as (engine, beside):
         gc.freeze()  # what a start leaves stays, and need not be looked through a dozen times a cell
         booted = round(time.monotonic() - began, 1)

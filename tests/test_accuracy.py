@@ -135,7 +135,9 @@ def test_a_disagreement_is_listed_with_its_numbers() -> None:
     cases = {"with room": cell("fits", True, 1000, step=0), "the bad one": cell("fits", False, 97)}
     page = accuracy.page_of({"matrix": {"cases": cases}})
     assert "1 false passes" in page
-    assert "| the bad one | false pass | 97.0 | 90.0 | 100.0 | -3.0 | burst, turn 1 |" in page
+    assert "| the bad one | false pass | 97.0 | 90.0 | 100.0 | -3.0 | burst, turn 1 | not run |" in page
+    cases["the bad one, fresh start"] = cell("tight", True, 97, fresh=True, start_left_bytes=97 * MIB)
+    assert "| burst, turn 1 | tight, served |" in accuracy.page_of({"matrix": {"cases": cases}})
 
 
 def test_the_page_is_that_of_the_evidence() -> None:

@@ -68,7 +68,7 @@ def test_a_quick_look_is_part_of_the_whole_in_one_start() -> None:
 
 def test_a_start_of_its_own_has_the_flags_of_its_cell_and_a_card_that_leaves_as_much() -> None:
     cell = next(cell for cell in ALL if cell.ladder.visible_gib == 12 and cell.step == 1.03)
-    row = {"memory_ratio": 0.9, "headroom_bytes": 500, "card_differs_bytes": 100}
+    row = {"memory_ratio": 0.9, "headroom_bytes": 500, "card_differs_bytes": 100, "pools": {}, "truth": {}}
     order = matrix.fresh_order(cell, row)
     assert order is not None
     # A tenth of what the card has more becomes headroom.
