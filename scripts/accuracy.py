@@ -261,7 +261,7 @@ def _fresh(document: dict[str, Any]) -> list[str]:
         return ["None of these cells was compared with a start of its own (`--fresh`).", ""]
     verdicts = sum(a["verdict"] == b["verdict"] for a, b in pairs)
     truths = sum(a["truth"]["served"] == b["truth"]["served"] for a, b in pairs)
-    more = [b["start_left_bytes"] - a["headroom_bytes"] for a, b in pairs]
+    more = [b["start_left_bytes"] - a["headroom_bytes"] for a, b in pairs if a["visible_gib"]]
     needs = [
         abs(a["need"]["allocated_bytes"] - b["need"]["allocated_bytes"])
         for a, b in pairs
@@ -270,8 +270,8 @@ def _fresh(document: dict[str, Any]) -> list[str]:
     return [
         f"{len(pairs)} of these cells were run again in a start of their own, with its flags, on a card of its size: "
         f"{verdicts} have the same verdict and {truths} the same truth at the same headroom, and the allocated need "
-        f"differs by {_mib(max(needs, default=None))} MiB at most. Such a start left {_mib(min(more))} to "
-        f"{_mib(max(more))} MiB more than pools that are made anew, which was held as well.",
+        f"differs by {_mib(max(needs, default=None))} MiB at most. Such a start left {_mib(min(more, default=None))} to "
+        f"{_mib(max(more, default=None))} MiB more than pools that are made anew, which was held as well.",
         "",
     ]
 
@@ -386,7 +386,7 @@ def _shortcuts(title: str, name: str, documents: dict[str, Any]) -> list[str]:
     document = documents.get(name)
     if document is None:
         return [f"{title}: not measured.", ""]
-    body, first = [], []
+    body, first = [], dict[str, int]()
     for row in rows_of(document):
         runs = row.case.get("shortcuts")
         if not runs or row.need is None:
@@ -398,7 +398,7 @@ def _shortcuts(title: str, name: str, documents: dict[str, Any]) -> list[str]:
         cold = runs.get("first run of the process")
         if cold and runs["position 0 alone"]:
             more = cold["device_bytes"] - runs["position 0 alone"]["device_bytes"]
-            first.append(f"{row.case['geometry']}, chunk {row.case['chunk']}: {_mib(more)}")
+            first[f"{row.case['geometry']}, chunk {row.case['chunk']}"] = more
     head = ("ladder", "need", *SHORTCUTS.values(), "1.5 MiB a token")
     return [
         f"{title}, MiB of the allocated ledger that each would have missed (negative: reserved too much):",
@@ -406,8 +406,8 @@ def _shortcuts(title: str, name: str, documents: dict[str, Any]) -> list[str]:
         *_table(head, body),
         "",
         "Peaks that are reset after a warm-up lose what a first run took more than later ones, MiB of the device: "
-        + ("; ".join(first) or UNMEASURED)
-        + ".",
+        + ("; ".join(f"{where}: {_mib(size)}" for where, size in first.items() if size) or "none in these starts")
+        + ("." if name == "matrix" else ". Nothing is loaded, compiled or tuned on a virtual GPU."),
         "",
     ]
 
@@ -430,7 +430,8 @@ served, or one raises an out-of-memory error.
 
 `tight` is the word of the specification: the chunk fits, and less than the margin (128 MiB) remains. A `tight` cell
 must be served like one that `fits`; one that is not counts as a disagreement here, however near. The boundary of a
-ladder is what requests took in its cell with room. The goal is no false pass and no false refusal, and no `tight` cell
+ladder is what requests took in its cell with room, which may be more than they need: an allocator that is short of
+memory gives back what it keeps and tries again. The goal is no false pass and no false refusal, and no `tight` cell
 that runs out more than 32 MiB from the boundary.
 """
 

@@ -23,7 +23,15 @@ def cell(verdict: str, served: bool, headroom: int = 100, need: int | None = 90,
     peak = {"allocated_bytes": 80 * MIB, "device_bytes": 100 * MIB}
     truth = {"served": True, "peak": peak} if served else {"served": False, "at": "burst, turn 1"}
     sizes = None if need is None else {"allocated_bytes": need * MIB, "device_bytes": need * MIB, "estimated": False}
-    case = {"ladder": "a ladder", "step": 1.0, "chunk": 2048, "geometry": "g", "margin_bytes": 8 * MIB, "ok": True}
+    case = {
+        "ladder": "a ladder",
+        "step": 1.0,
+        "chunk": 2048,
+        "geometry": "g",
+        "visible_gib": 12,
+        "margin_bytes": 8 * MIB,
+        "ok": True,
+    }
     case |= {"verdict": verdict, "headroom_bytes": headroom * MIB, "need": sizes, "truth": truth}
     return case | {"versions": {"freetoken": "0.1.3"}} | more
 
