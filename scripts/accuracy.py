@@ -267,11 +267,12 @@ def _fresh(document: dict[str, Any]) -> list[str]:
         for a, b in pairs
         if all(each["need"] and not each["need"]["estimated"] for each in (a, b))
     ]
+    least, most = (_mib(edge(more, default=None)) for edge in (min, max))
     return [
         f"{len(pairs)} of these cells were run again in a start of their own, with its flags, on a card of its size: "
         f"{verdicts} have the same verdict and {truths} the same truth at the same headroom, and the allocated need "
-        f"differs by {_mib(max(needs, default=None))} MiB at most. Such a start left {_mib(min(more, default=None))} to "
-        f"{_mib(max(more, default=None))} MiB more than pools that are made anew, which was held as well.",
+        f"differs by {_mib(max(needs, default=None))} MiB at most. Such a start left {least} to "
+        f"{most} MiB more than pools that are made anew, which was held as well.",
         "",
     ]
 
