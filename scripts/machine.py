@@ -278,6 +278,10 @@ class Evidence:
         """Whether the file holds ``case`` already."""
         return case in self._document["cases"]
 
+    def case(self, case: str) -> dict[str, Any]:
+        """What the file holds of ``case``; empty: nothing."""
+        return dict(self._document["cases"].get(case, {}))
+
     def add(self, case: str, result: dict[str, Any]) -> None:
         """Write the result of ``case``, whatever it is."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

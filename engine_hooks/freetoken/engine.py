@@ -60,7 +60,6 @@ class FreeTokenEngine:
         self._planner = Planner(scheduler.engine, noted)
         self._given = noted.given
         self._device = scheduler.device
-        self._before = Before(scheduler)
         self._issued: tuple[Sequence, ...] = ()
         # The error behind a fault, for whoever raises it again; never one that holds tensors.
         self.last_fault: BaseException | None = None
@@ -68,6 +67,11 @@ class FreeTokenEngine:
         self.damaged = False
         self.meter: Meter = CudaMeter(scheduler.device, peaks)
         self.rank = int(scheduler.config.tp_info.rank)
+
+    @functools.cached_property
+    def _before(self) -> Before:
+        """The bookkeeping before the first run; let go when the engine is settled, for it holds lists on the device."""
+        return Before(self._scheduler)
 
     # What it is ------------------------------------------------------------------------------------------------
 
@@ -401,9 +405,11 @@ class FreeTokenEngine:
         return values
 
     def settle(self) -> None:
-        """Give the allocator's cache back to the device, and forget the probe's peaks."""
+        """Give the allocator's cache back to the device, and forget the probe's peaks and what it noted of lists."""
         import torch
 
+        # The guard keeps this engine for as long as it serves, and the scheduler soon replaces its list of free pages.
+        self.__dict__.pop("_before", None)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         self.meter.forget_peaks()

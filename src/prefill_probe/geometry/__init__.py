@@ -12,7 +12,14 @@ from typing import Any
 
 from prefill_probe.geometry import tokenizer
 
-NAMES = ("flash-next-nvfp4", "qwen36-35b-a3b-nvfp4", "qwen36-35b-a3b-bf16")
+# GDN and attention with experts, NVFP4 and bf16; the same with a dense MLP; attention alone with experts.
+NAMES = (
+    "flash-next-nvfp4",
+    "qwen36-35b-a3b-nvfp4",
+    "qwen36-35b-a3b-bf16",
+    "qwen36-27b-bf16",
+    "qwen3-30b-a3b-bf16",
+)
 
 
 def config(name: str, *, layers: int | None = None) -> dict[str, Any]:
@@ -27,10 +34,17 @@ def config(name: str, *, layers: int | None = None) -> dict[str, Any]:
     if layers is not None:
         if layers < 1:
             raise ValueError(f"a model has at least one layer, not {layers}")
-        text = document["text_config"]
-        text["layer_types"] = text["layer_types"][:layers]
-        text["num_hidden_layers"] = len(text["layer_types"])
+        text = _text(document)
+        text["num_hidden_layers"] = min(layers, text["num_hidden_layers"])
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
     return document
+
+
+def _text(document: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a ``config.json``."""
+    text: dict[str, Any] = document.get("text_config", document)
+    return text
 
 
 def make_model(directory: Path, name: str, *, layers: int | None = None) -> Path:
@@ -44,7 +58,7 @@ def make_model(directory: Path, name: str, *, layers: int | None = None) -> Path
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": tokenizer.END,
         "eos_token": tokenizer.END,
-        "model_max_length": document["text_config"]["max_position_embeddings"],
+        "model_max_length": _text(document)["max_position_embeddings"],
         "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
     for file, content in (
