@@ -221,10 +221,10 @@ def answered() -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, _module))
         stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _process_group))
         kernels = importlib.import_module("freetoken.kernel")
-        stack.enter_context(mock.patch.object(kernels, "init_pynccl", lambda **_: _Communicator()))
+        stack.enter_context(mock.patch.object(kernels, "init_pynccl", return_value=_Communicator()))
         # The GPU of a rank is the one that its process has.
         gpus = importlib.import_module("freetoken.gpu_select")
-        stack.enter_context(mock.patch.object(gpus, "bind_assigned_gpu", lambda _: torch.device("cuda", 0)))
+        stack.enter_context(mock.patch.object(gpus, "bind_assigned_gpu", return_value=torch.device("cuda", 0)))
         graphs = importlib.import_module("freetoken.engine.graph")
         if hasattr(graphs, "_cu_graph_upload"):  # from 0.2.0 on: the driver's own library, by name
             stack.enter_context(mock.patch.object(graphs, "_cu_graph_upload", return_value=None))

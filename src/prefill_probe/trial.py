@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from prefill_probe.advice import Point, largest_chunk_within, need_at
 from prefill_probe.engine import Budget, Geometry, NotResizable, PlanRefused
 
-# Chunk runs that one search may take.
+# Chunk runs that one search may take, and how many of them go where the points say, before what is left is halved.
 MOST_RUNS = 8
+_PREDICTED_RUNS = 3
 # An advised chunk is timid if one larger by this many tokens, or by a tenth, would have left the margin.
 _CLEAR_STEP = 256
 # Steps of a ratio, as it is printed.
@@ -77,7 +78,7 @@ def largest_chunk(
     low, high = 0, -(-chunk // align)  # in units of align: low leaves the margin, high does not
     best: Trial | None = None
     spent = 0.0
-    for _ in range(MOST_RUNS):
+    for run_number in range(1, MOST_RUNS + 1):
         if high - low <= 1 or spent > seconds:
             break
         units = (largest_chunk_within(known, chunk, headroom_bytes - margin_bytes, align) if known else 0) // align
@@ -87,6 +88,9 @@ def largest_chunk(
             if low + step >= high:
                 break
             units = low + step
+        elif run_number > _PREDICTED_RUNS:
+            # Points with a large fixed part creep up.
+            units = max(units, min((low + high) // 2, low * 3 // 2))
         if not low < units < high:
             # The points mislead: a size that they allow did not come back, or they rule out every size.
             units = (low + high) // 2
