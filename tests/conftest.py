@@ -30,6 +30,7 @@ LONGEST = (
     "test_hook.py",
     "test_guard_serve.py",
     "test_estimate.py",
+    "test_two_ranks.py",
     "test_no_trace.py",
     "test_check_layers.py",
     "test_start.py",

@@ -6,7 +6,8 @@ Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
 that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
 ``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming. Each rank has a
-GPU of its own; with ``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone.
+GPU of its own; with ``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone, and takes
+``VIRTUAL_NEIGHBOUR_TAKES`` MiB more as soon as there are CUDA graphs.
 With ``VIRTUAL_HANG``, the state directory, an allocation does not come back while a probe's marker stands there.
 """
 
@@ -48,7 +49,10 @@ def _enter():
             if os.environ.get("VIRTUAL_NEIGHBOUR_RANK", str(get_tp_info().rank)) != str(get_tp_info().rank):
                 return alone(reserved)
             with open(neighbour) as file:  # noqa: PTH123
-                return alone(reserved) - int(file.read() or 0)
+                held = int(file.read() or 0)
+            if device.allocator.graph_bytes():
+                held += int(os.environ.get("VIRTUAL_NEIGHBOUR_TAKES", "0")) << 20
+            return alone(reserved) - held
 
         device.allocator._device_free = beside
         if os.environ.get("VIRTUAL_UNSEEN"):
