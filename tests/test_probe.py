@@ -64,6 +64,7 @@ def test_a_chunk_that_does_not_fit_is_halved_until_one_does_and_then_tried_again
         (1024, "ok"),
         (8192, "oom"),
         (2240, "ok"),  # advice, run before it is given
+        (2496, "ok"),  # and a clear step more, which eats the margin
     ]
     assert record.need is not None
     assert record.need.estimated
