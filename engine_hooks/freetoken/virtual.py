@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import logging
 import os
@@ -222,9 +223,9 @@ def answered() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _process_group))
         kernels = importlib.import_module("freetoken.kernel")
         stack.enter_context(mock.patch.object(kernels, "init_pynccl", return_value=_Communicator()))
-        # The GPU of a rank is the one that its process has.
-        gpus = importlib.import_module("freetoken.gpu_select")
-        stack.enter_context(mock.patch.object(gpus, "bind_assigned_gpu", return_value=torch.device("cuda", 0)))
+        if importlib.util.find_spec("freetoken.gpu_select"):  # from 0.1.3 on: a rank's GPU is the one that it has here
+            gpus = importlib.import_module("freetoken.gpu_select")
+            stack.enter_context(mock.patch.object(gpus, "bind_assigned_gpu", return_value=torch.device("cuda", 0)))
         graphs = importlib.import_module("freetoken.engine.graph")
         if hasattr(graphs, "_cu_graph_upload"):  # from 0.2.0 on: the driver's own library, by name
             stack.enter_context(mock.patch.object(graphs, "_cu_graph_upload", return_value=None))
