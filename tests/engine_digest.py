@@ -6,6 +6,16 @@ import gc
 import hashlib
 from typing import Any
 
+# What a step plans for itself, and every step plans anew.
+SCRATCH = {"evict_slots", "src_indices", "num_missing_full", "_prefill_hit_dst", "_prefill_hit_src", "_prefill_hit_num"}
+
+
+def _keeps_books(value: Any) -> bool:
+    import torch
+
+    whole = (torch.int32, torch.int64, torch.bool)
+    return value.dtype in whole if isinstance(value, torch.Tensor) else type(value) is int
+
 
 def digest(llm: Any) -> dict[str, Any]:
     """Hashes, lists and counts of an idle scheduler, the same before and after a chunk that left no trace."""
@@ -37,14 +47,15 @@ def digest(llm: Any) -> dict[str, Any]:
         "token_pool": content(llm.token_pool),
         "rows": list(tables._free_slots),
         "state_free": content(getattr(pool, "_free_slots", getattr(pool, "free_slots", None))),
-        "state": [content(pool.conv_states), content(pool.recurrent_states)],
+        # Slot 0 belongs to no request: rows of a captured decode step that no request uses write there.
+        "state": [content(pool.conv_states[:, 1:]), content(pool.recurrent_states[:, 1:])],
         "tree": cache.available_size,
         "pending": len(llm.prefill_manager.pending_list),
         "running": len(llm.decode_manager.running_reqs),
         "experts": {
             name: content(value)
             for name, value in vars(experts).items()
-            if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64, torch.bool)
+            if name not in SCRATCH and _keeps_books(value)
         },
         "rng": [content(torch.get_rng_state()), content(torch.cuda.get_rng_state())],
         "stream": torch.cuda.current_stream().cuda_stream,

@@ -7,6 +7,8 @@ from typing import Any
 
 # Free lists that a pool keeps as a tensor or a list; the engine replaces the tensors and edits the lists.
 _FREE_LISTS = ("free_slots", "_free_slots", "_swa_free", "_free")
+# What the expert cache counts, over all requests, for the engine's own statistics.
+_COUNTERS = ("stat_", "lru_stats", "decode_freq", "prefill_hit_rows", "prefill_total_rows")
 
 
 class Before:
@@ -29,6 +31,12 @@ class Before:
         self._pages = scheduler.cache_manager.free_slots
         self._page_order: Any = None
         self._blank = False
+        experts = scheduler.engine.moe_offload_cache
+        self._counters = {
+            name: value.cpu() if hasattr(value, "cpu") else value
+            for name, value in (vars(experts) if experts is not None else {}).items()
+            if name.startswith(_COUNTERS)
+        }
         device = scheduler.device
         self.rng = rng or (torch.get_rng_state(), torch.cuda.get_rng_state(device))
         # Rows are empty at the end of a boot; keep what is there all the same.
@@ -104,12 +112,22 @@ class Before:
         for row, (pages, tokens) in self._saved_rows.items():
             tables.page_table[row].copy_(pages)
             scheduler.token_pool[row].copy_(tokens)
-        if scheduler.engine.moe_offload_cache is not None:
-            scheduler.engine.moe_offload_cache.reset()
+        self._reset_experts(scheduler.engine.moe_offload_cache)
         if pool is not None:
             for req in reqs:
                 own = req.linear_slot_idx if req.linear_slot_idx is not None else req.table_idx
                 pool.clear_slots([*(req.mamba_ping_pong or ()), own])
+
+    def _reset_experts(self, experts: Any) -> None:
+        """No expert is in a slot, and none of the chunk's was counted."""
+        if experts is None:
+            return
+        experts.reset()
+        for name, value in self._counters.items():
+            if hasattr(value, "cpu"):
+                getattr(experts, name).copy_(value)
+            else:
+                setattr(experts, name, value)
 
     def _unbind_windows(self) -> None:
         """Undo the bindings of window pools (SWA, DeepSeek-V4) to the pages that the chunk took.

@@ -148,7 +148,8 @@ def left(engine: Any) -> dict[str, Any]:
     return {
         "pages": list(engine._kv.free),
         "slots": list(engine._states.free),
-        "state": [float(each.abs().max()) for each in (engine._states.conv, engine._states.recurrent)],
+        # Slot 0 belongs to no request: rows of a captured decode step that no request uses write there.
+        "state": [float(each[:, 1:].abs().max()) for each in (engine._states.conv, engine._states.recurrent)],
         "rng": [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist()],
         "allocated": torch.cuda.memory_allocated(),
     }
