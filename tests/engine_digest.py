@@ -7,7 +7,8 @@ import hashlib
 from typing import Any
 
 # What a step plans for itself, and every step plans anew.
-SCRATCH = {"evict_slots", "src_indices", "num_missing_full", "_prefill_hit_dst", "_prefill_hit_src", "_prefill_hit_num"}
+SCRATCH = {"evict_slots", "src_indices", "num_missing_full", "_pending_src_layer"}
+SCRATCH |= {"_prefill_hit_dst", "_prefill_hit_src", "_prefill_hit_num"}
 
 
 def _keeps_books(value: Any) -> bool:
@@ -53,9 +54,7 @@ def digest(llm: Any) -> dict[str, Any]:
         "pending": len(llm.prefill_manager.pending_list),
         "running": len(llm.decode_manager.running_reqs),
         "experts": {
-            name: content(value)
-            for name, value in vars(experts).items()
-            if name not in SCRATCH and _keeps_books(value)
+            name: content(value) for name, value in vars(experts).items() if name not in SCRATCH and _keeps_books(value)
         },
         "rng": [content(torch.get_rng_state()), content(torch.cuda.get_rng_state())],
         "stream": torch.cuda.current_stream().cuda_stream,

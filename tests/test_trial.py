@@ -60,6 +60,8 @@ def test_the_chunk_that_is_found_was_run_and_leaves_the_margin_and_is_not_timid(
     found = largest_chunk(card.run, known, chunk=chunk, headroom_bytes=card.headroom, margin_bytes=MARGIN, align=64)
     assert len(card.runs) <= MOST_RUNS
     assert all(tokens % 64 == 0 and 0 < tokens < chunk for tokens in card.runs)
+    too_large = [each.tokens for each in known if each.need_bytes + MARGIN > card.headroom]
+    assert all(tokens < min(too_large, default=chunk) for tokens in card.runs), "known before it was run"
     if found is None:
         assert card.need(64) + MARGIN > card.headroom or chunk > 64 * 2**MOST_RUNS
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine_hooks.freetoken.holdings import decoder_layers
+
 # Free lists that a pool keeps as a tensor or a list; the engine replaces the tensors and edits the lists.
 _FREE_LISTS = ("free_slots", "_free_slots", "_swa_free", "_free")
 # What the expert cache counts, over all requests, for the engine's own statistics.
@@ -107,6 +109,7 @@ class Before:
             if encoded is not None and req.mm_items:
                 encoded.release(req.uid, [item.hash for item in req.mm_items])
         self._unbind_windows()
+        _forget_prefetched(scheduler.engine.model)
         if self._page_order is not None:
             self._pages.copy_(self._page_order)
         for row, (pages, tokens) in self._saved_rows.items():
@@ -141,6 +144,18 @@ class Before:
         taken = self._pages[: len(self._pages) - len(cache.free_slots)]
         if len(taken):
             cache.swa_pool.free_swa(cache._page_to_token(taken))
+
+
+def _forget_prefetched(model: Any) -> None:
+    """Let go of lookups that were started for layers which the chunk did not reach (per-layer embeddings of 0.1.3 on).
+
+    The engine would keep their tensors until its next prefill, and drop them there.
+    """
+    for layer in decoder_layers(model):
+        embedded = getattr(layer, "ple", None)
+        for owner in (embedded, getattr(getattr(embedded, "ple_embedding", None), "_table", None)):
+            if owner is not None and isinstance(getattr(owner, "_pending", None), tuple):
+                owner._pending = None
 
 
 def _tensors(pool: Any) -> Iterator[Any]:

@@ -128,24 +128,31 @@ class Adviser:
         Raises:
             PlanRefused: no ratio helps.
         """
-        ratio = self._ratio(budget, self.chunk_tokens)
+        ratio = self._ratio(budget, self.chunk_tokens, self.headroom_bytes)
         half = self.chunk_tokens // 2 // self.align * self.align
         if not budget.chunk_governs or half < self.align or (chunk is not None and chunk.tokens >= half):
             return [ratio]
         try:
-            pair = self._ratio(budget, half)
+            pair = self._ratio(budget, half, self._headroom_by(ratio, budget))
         except PlanRefused:
             return [ratio]
         if pair.pools is None or ratio.pools is None or pair.pools.kv_tokens <= ratio.pools.kv_tokens:
             return [ratio]
         return [Proven({"--max-prefill-length": half} | pair.flags, pair.trial, pair.pools), ratio]
 
-    def _ratio(self, budget: Budget, tokens: int) -> Proven:
+    def _headroom_by(self, proven: Proven, budget: Budget) -> int:
+        """This start's headroom as a trial at another ratio tells it: pools that are made anew take a little more."""
+        if proven.trial.need_bytes is None or budget.memory_ratio is None:
+            return self.headroom_bytes
+        freed = (budget.memory_ratio - proven.flags["--memory-ratio"]) * budget.free_before_load_bytes
+        return proven.trial.need_bytes + proven.trial.leaves_bytes - int(freed)
+
+    def _ratio(self, budget: Budget, tokens: int, headroom_bytes: int) -> Proven:
         return highest_ratio(
             self._resized,
             self.points,
             tokens=tokens,
-            headroom_bytes=self.headroom_bytes,
+            headroom_bytes=headroom_bytes,
             margin_bytes=self.margin_bytes,
             budget=budget,
         )

@@ -7,7 +7,7 @@ import datetime
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,14 +90,30 @@ def probe(
         )
         keep(session.timed_out(seconds))
 
-    with deadline(seconds, report):
+    with deadline(seconds, report), _set_aside():
         try:
             session.run_all() if not once else session.run_once(once)
             return session.record()
         finally:
-            session.take_back()
             if session.device_usable:
                 engine.settle()
+
+
+@contextlib.contextmanager
+def _set_aside() -> Iterator[None]:
+    """While the block runs, the garbage collector searches only what is made in it.
+
+    After a chunk that failed everything it held must go, and an engine that resizes its pools asks for several
+    searches as well: one of all objects takes up to a third of a second.
+    """
+    mine = not gc.get_freeze_count()
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,6 @@ class Session:
         self.moved: int | None = None
         self.stopped_early = False
         self.device_usable = True
-        self.set_aside = False
         # Whether the last run came back on every rank: what they do next depends on it, and must not differ.
         self.all_ok = True
         # New tokens of the largest shape that came back on every rank.
@@ -394,7 +409,7 @@ class Session:
             # The frames of the traceback hold the chunk's tensors: let go of them before the next run.
             _forget_frames(error)
         if fault is not None:
-            self._free_garbage()
+            gc.collect()
         observed = self._observed(events, marks, routing) if observe else None
         run = Run(family, tokens >= self.tokens, issued, cold, fresh, measured, fault, site, observed)
         self.runs.append(run)
@@ -404,23 +419,6 @@ class Session:
         self.all_ok = all(ok for ok, _ in outcomes)
         self.reached = max(self.reached, shape.new_tokens if self.all_ok else 0)
         self.device_usable = self.device_usable and all(usable for _, usable in outcomes)
-
-    def _free_garbage(self) -> None:
-        """The first time all objects are searched, and set aside until the probe ends.
-
-        A search of all takes up to a third of a second, and an engine that resizes its pools asks for several: from
-        then on only what is newer is searched.
-        """
-        gc.collect()
-        if not gc.get_freeze_count():
-            gc.freeze()
-            self.set_aside = True
-
-    def take_back(self) -> None:
-        """What was set aside is searched again."""
-        if self.set_aside:
-            gc.unfreeze()
-            self.set_aside = False
 
     def _observed(self, events: list[dict[str, Any]], marks: list[Mark], routing: list[Routing]) -> Observed:
         """What a run that was watched showed. The history may have lost its beginning: it is counted from its end."""

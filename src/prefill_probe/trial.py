@@ -75,7 +75,9 @@ def largest_chunk(
         seconds: that all runs together may take; at least one is made.
     """
     known = list(points)
-    low, high = 0, -(-chunk // align)  # in units of align: low leaves the margin, high does not
+    # In units of align: low leaves the margin, high does not.
+    low, high = 0, -(-chunk // align)
+    high = min([high, *(each.tokens // align for each in points if headroom_bytes - each.need_bytes < margin_bytes)])
     best: Trial | None = None
     spent = 0.0
     for run_number in range(1, MOST_RUNS + 1):

@@ -52,7 +52,9 @@ def scheduler_of(cache_type: str, window_pool: bool) -> Any:
         token_pool=tables.token_pool,
         device=torch.device("cpu"),
         _forward_iter=7,
-        engine=SimpleNamespace(linear_state_pool=None, moe_offload_cache=None, kv_cache=kv_cache, encoder_cache=None),
+        engine=SimpleNamespace(
+            model=None, linear_state_pool=None, moe_offload_cache=None, kv_cache=kv_cache, encoder_cache=None
+        ),
     )
 
 
