@@ -162,3 +162,10 @@ def test_sizes_of_the_timeline_are_summed_as_they_are() -> None:
     run = timeline.run_of(WHOLE)
     assert run.timeline is not None
     assert timeline.totals(run.timeline) == [size * MIB for size in (0, 250, 420, 390, 10, 7)]
+
+
+def test_the_error_in_the_readme_is_that_of_the_evidence() -> None:
+    root = Path(__file__).parents[2]
+    cases = json.loads((root / "docs" / "evidence" / "incident.json").read_text(encoding="utf-8"))["cases"]
+    shown = "".join(f"    {line}\n" for line in cases["refused_8192"]["error"])
+    assert shown in (root / "README.md").read_text(encoding="utf-8")
