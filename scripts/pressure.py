@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -64,10 +65,10 @@ def prompts(count: int, longest: int) -> list[Asked]:
 
 @dataclass
 class Outcome:
-    """What became of the prompts: status (0: the client left, -1: it hung, -2: no server) and text, by number."""
+    """What became of the prompts, by (turn, number): status (0: the client left, -1: it hung, -2: no server), text."""
 
-    statuses: dict[int, int] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
+    statuses: dict[tuple[int, int], int] = field(default_factory=dict)
+    texts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
         """How many ended by each status."""
@@ -93,17 +94,23 @@ def ask(one: Server, asked: Asked) -> tuple[int, str]:
         return ((0 if asked.leaves_after else -1), "") if late else (-2, repr(error))
 
 
-def load(one: Server, work: list[Asked]) -> Outcome:
-    """``CLIENTS`` clients share the work."""
-    outcome, left, lock = Outcome(), list(work), threading.Lock()
+def load(one: Server, work: list[Asked], more: Callable[[], bool] = lambda: False) -> Outcome:
+    """``CLIENTS`` clients share the work, and begin it again as long as there is to be ``more``."""
+    outcome, lock = Outcome(), threading.Lock()
+    turns = itertools.count(1)
+    left = [(0, asked) for asked in work]
 
     def client() -> None:
         while True:
             with lock:
+                if not left and more():
+                    turn = next(turns)
+                    left.extend((turn, asked) for asked in work)
                 if not left or one.returncode is not None:
                     return
-                asked = left.pop(0)
-            outcome.statuses[asked.number], outcome.texts[asked.number] = ask(one, asked)
+                turn, asked = left.pop(0)
+            key = (turn, asked.number)
+            outcome.statuses[key], outcome.texts[key] = ask(one, asked)
 
     clients = [threading.Thread(target=client) for _ in range(CLIENTS)]
     for each in clients:
@@ -140,10 +147,10 @@ class Pressure:
 class Bench:
     """A model, and a card on which other processes can be had: a real one, or a virtual one."""
 
-    def __init__(self, directory: Path, *, virtual: bool) -> None:
+    def __init__(self, directory: Path, geometry: str, *, virtual: bool) -> None:
         from prefill_probe.geometry import make_model
 
-        self.model = make_model(directory / "model", "flash-next-nvfp4", layers=4)
+        self.model = make_model(directory / "model", geometry, layers=4)
         self.report = directory / "record.json"
         self._virtual = directory / "neighbour" if virtual else None
         self.environment = {"PREFILL_PROBE_REPORT": str(self.report), "PYTHONPATH": QUICK}
@@ -173,13 +180,17 @@ class Bench:
             self.ballast.close()
 
 
-def under_pressure(bench: Bench, guard: str, work: list[Asked]) -> dict[str, Any]:
-    """The load with pressure, a full chunk right after it, and the same prompts again without pressure."""
+def under_pressure(bench: Bench, guard: str, work: list[Asked], changes: int) -> dict[str, Any]:
+    """The load until memory changed so often, a full chunk right after it, and the prompts again without pressure.
+
+    The engine checks at every idle moment that all pages, slots and rows are back (``check_integrity``), and ends if
+    one is not.
+    """
     with bench.start("--prefill-guard", guard) as one:
         if one.wait(240, until_ready=True) != "ready":
             return {"ok": False, "log_tail": one.text().splitlines()[-40:]}
         began, pressure = time.monotonic(), Pressure(bench.hold)
-        disturbed = load(one, work)
+        disturbed = load(one, work, lambda: pressure.times < changes)
         seconds = time.monotonic() - began
         pressure.stop()
         alive = one.returncode is None
@@ -200,12 +211,20 @@ def under_pressure(bench: Bench, guard: str, work: list[Asked]) -> dict[str, Any
                 int(found) for found in re.findall(r"#new-token: (\d+)", "\n".join(one.text().splitlines()[mark:]))
             ]
             result["first_chunk_afterwards"] = chunks[0] if chunks else None
-            answered = [asked for asked in work if disturbed.statuses.get(asked.number) == 200]
-            quiet = load(one, answered)
-            same = [quiet.texts[each.number] == disturbed.texts[each.number] for each in answered]
+            answered = [key for key, status in disturbed.statuses.items() if status == 200]
+            numbers = {number for _, number in answered}
+            quiet = load(one, [asked for asked in work if asked.number in numbers])
+            same = [quiet.texts[0, number] == disturbed.texts[turn, number] for turn, number in answered]
             result |= {"answered": len(answered), "same_as_undisturbed": sum(same)}
+            time.sleep(1)
+            idle = "\n".join(one.text().splitlines()[mark:]).count("Scheduler is idle")
+            result |= {"idle_checks_afterwards": idle, "server_alive": one.returncode is None}
         result["ok"] = (
-            alive and set(result["statuses"]) <= {"200", "503", "0"} and result["first_chunk_afterwards"] == 8192
+            result["server_alive"]
+            and set(result["statuses"]) <= {"200", "503", "0"}
+            and result["first_chunk_afterwards"] == 8192
+            and result["idle_checks_afterwards"] > 0
+            and pressure.times >= changes
         )
         if not result["ok"]:
             result["log_tail"] = one.text().splitlines()[-40:]
@@ -234,24 +253,26 @@ def run(options: Any, evidence: Any) -> int:
     failed = 0
     work = prompts(options.requests, options.longest)
     cases: dict[str, Callable[[Bench], dict[str, Any]]] = {
-        "guard on": lambda bench: under_pressure(bench, "on", work),
+        "guard on": lambda bench: under_pressure(bench, "on", work, options.changes),
         # For comparison: what happens is recorded, whatever it is.
-        "guard off": lambda bench: under_pressure(bench, "off", work) | {"ok": True},
+        "guard off": lambda bench: under_pressure(bench, "off", work, options.changes) | {"ok": True},
         "throughput": lambda bench: throughput(bench, 40, options.longest, options.pairs),
     }
     chosen = options.only.split(",") if options.only else list(cases)
-    with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), virtual=options.virtual)
-        try:
-            for name in chosen:
-                try:
-                    result = cases[name](bench)
-                except Exception as error:
-                    result = {"ok": False, "error": repr(error)}
-                failed += not result["ok"]
-                evidence.add(name, result)
-                print(f"{name}: {'ok' if result['ok'] else 'FAILED'}", flush=True)
-        finally:
-            with contextlib.suppress(Exception):
-                bench.close()
+    for geometry in options.geometries.split(","):
+        with tempfile.TemporaryDirectory() as directory:
+            bench = Bench(Path(directory), geometry, virtual=options.virtual)
+            try:
+                for case in chosen:
+                    name = f"{geometry}, {case}"
+                    try:
+                        result = cases[case](bench)
+                    except Exception as error:
+                        result = {"ok": False, "error": repr(error)}
+                    failed += not result["ok"]
+                    evidence.add(name, result)
+                    print(f"{name}: {'ok' if result['ok'] else 'FAILED'}", flush=True)
+            finally:
+                with contextlib.suppress(Exception):
+                    bench.close()
     return 1 if failed else 0
