@@ -316,19 +316,20 @@ class Cells:
     def _verdict(self) -> dict[str, Any]:
         """What the probe says here; its advice is left out, which another acceptance tries."""
         from prefill_probe import ProbeSettings
-        from prefill_probe._probe import Session
+        from prefill_probe._verdict import part_of
+        from prefill_probe._walk import Walk
         from prefill_probe.shape import PLAIN
 
         began = time.monotonic()
-        session = Session(self._engine, ProbeSettings(), lambda text: None, lambda record: None)
+        walk = Walk(self._engine, ProbeSettings(), lambda text: None, lambda: None)
         try:
-            session.run_all()
-            part = session.part()
+            walk.run_all()
+            part = part_of(walk)
         finally:
             self._engine.settle()
         if self._first_run is None:
-            self._first_run = asdict(session.runs[0].measured.peak)
-        plain = [run.measured.peak for run in session.runs if run.full and run.ok and run.family is PLAIN]
+            self._first_run = asdict(walk.runs[0].measured.peak)
+        plain = [run.measured.peak for run in walk.runs if run.full and run.ok and run.family is PLAIN]
         self._plain = asdict(plain[-1]) if plain else None
         runs = [
             f"{each.name}, {each.run}: {each.outcome}, {each.peak.allocated_bytes} / {each.peak.device_bytes}"
@@ -337,7 +338,7 @@ class Cells:
         return {
             "verdict": part.verdict,
             "headroom_bytes": part.headroom_bytes,
-            "margin_bytes": session.margin,
+            "margin_bytes": walk.margin,
             "need": asdict(part.need) if part.need else None,
             "fault": asdict(part.fault) if part.fault else None,
             "runs": runs,
@@ -349,7 +350,7 @@ class Cells:
         """Requests, ``TURNS`` times: whether all were served, or which ran out of memory and where."""
         import torch
 
-        from prefill_probe._probe import _forget_frames
+        from prefill_probe._walk import forget_frames
         from prefill_probe.faults import classify
 
         engine, at = self._engine, ""
@@ -372,7 +373,7 @@ class Cells:
                 raise
             found = {"served": False, "at": at, "site": engine.site(error), "requested_bytes": fault.requested_bytes}
             found |= {"free_bytes": fault.free_bytes}
-            _forget_frames(error)
+            forget_frames(error)
         clients = None
         self._clear()
         return found

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_engine import AUTOMATIC, MIB, MemoryEngine, out_of_memory
+from memory_engine import AUTOMATIC, MIB, MemoryEngine, MemoryMeter, out_of_memory
 
 from prefill_probe import ProbeSettings, Sequence, Shape, probe
-from prefill_probe._probe import Part
+from prefill_probe._verdict import Part
 from prefill_probe.engine import Budget, Pool, Routing, ShapeRefused
 from prefill_probe.record import ProbeRecord
 from prefill_probe.render.text import error_for
@@ -42,6 +43,30 @@ def test_a_chunk_that_fits_but_eats_the_margin_is_tight_and_gets_advice() -> Non
     record = probe(engine, MARGIN)
     assert record.verdict == "tight"
     assert record.advice
+
+
+def test_the_need_of_each_ledger_is_that_of_the_shape_that_takes_most_of_it() -> None:
+    """Blocks of one shape may fit better into pages than those of another, which then has less of one and more of the
+    other."""
+
+    class Paged(MemoryMeter):
+        @contextlib.contextmanager
+        def measure(self, idle: Any) -> Any:
+            with super().measure(idle) as measured:
+                yield measured
+            if len(engine.shapes[-1].sequences) > 1:
+                more = measured.peak.allocated_bytes + 16 * MIB
+                measured.peak = dataclasses.replace(measured.peak, allocated_bytes=more)
+
+    engine = MemoryEngine(headroom=4096 * MIB, sequences=4, state_tokens=64, extra=lambda shape: shape.cached_tokens)
+    engine.meter = Paged(engine)
+    record = probe(engine, ProbeSettings(margin_bytes=128 * MIB, shapes=("full", "deep", "packed")))
+    assert record.need is not None
+    assert record.need.shape == "deepest chunk"
+    of = {run.name: run.peak for run in record.shapes}
+    assert of["packed chunk"].allocated_bytes > of["deepest chunk"].allocated_bytes
+    assert record.need.allocated_bytes == of["packed chunk"].allocated_bytes
+    assert record.need.device_bytes == of["deepest chunk"].device_bytes > of["packed chunk"].device_bytes
 
 
 def test_one_byte_decides_between_fits_and_tight() -> None:

@@ -44,7 +44,7 @@ def predicted(pickled: bytes, card: Card) -> Prediction:
     Raises:
         Unpredicted: it does not start there, or cannot be traced.
     """
-    from prefill_probe._probe import Session
+    from prefill_probe._walk import Walk
     from prefill_probe.settings import ProbeSettings
     from prefill_probe.virtual import virtual_gpu
     from prefill_probe.virtual.errors import StartError, StartFault, UntraceableError
@@ -54,20 +54,20 @@ def predicted(pickled: bytes, card: Card) -> Prediction:
         with contextlib.redirect_stderr(io.StringIO()), virtual_gpu(card) as device, _booted(pickled) as engine:
             engine.meter.timed = False
             settings = ProbeSettings(shapes=_SHAPES)
-            session = Session(engine, settings, progress=lambda text: None, keep=lambda record: None)
-            headroom = session.before.headroom_bytes
+            walk = Walk(engine, settings, progress=lambda text: None, left_alone=lambda: None)
+            headroom = walk.before.headroom_bytes
             device.make_room()
             need, shape = 0, ""
-            for family in session.families:
-                session.run(family, session.tokens, cold=True)
-                run = session.runs[-1]
+            for family in walk.families:
+                walk.run(family, walk.tokens, cold=True)
+                run = walk.runs[-1]
                 if run.fault is not None:
                     raise Unpredicted(f"{run.shape.name}: {run.fault.text}")
                 if run.measured.peak.allocated_bytes > need:
                     need, shape = run.measured.peak.allocated_bytes, run.shape.name
                 if need > headroom:
                     break
-            return Prediction(card.name, card.usable_bytes, card.total_bytes, session.tokens, shape, need, headroom)
+            return Prediction(card.name, card.usable_bytes, card.total_bytes, walk.tokens, shape, need, headroom)
     except (StartError, StartFault, UntraceableError) as error:
         raise Unpredicted(str(error)) from None
 

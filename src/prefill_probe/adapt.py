@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prefill_probe._probe import Keep, Progress, probe
+from prefill_probe._probe import Keep, probe
+from prefill_probe._walk import Progress
 from prefill_probe.engine import Engine, PlanRefused
 from prefill_probe.record import Advice, ProbeRecord, replace_file
 from prefill_probe.settings import Mode, ProbeSettings

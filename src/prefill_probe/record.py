@@ -140,7 +140,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Need:
-    """The transient of the worst shape, in bytes. ``estimated``: extrapolated from smaller shapes, not run."""
+    """What a full chunk takes at most, in bytes: of each ledger the largest transient of any shape.
+
+    Attributes:
+        shape: the one with the largest transient of the device, which the verdict is about.
+        estimated: extrapolated from its smaller sizes, not run.
+    """
 
     allocated_bytes: int
     reserved_bytes: int
