@@ -21,10 +21,14 @@ from prefill_probe.sizes import mib
 CODE = "insufficient_memory"
 # How long a pass that nothing fits is tried again before its requests end.
 PATIENCE_SECONDS = 2.0
+# How often a pass looks again at what there is, where another process was faster.
+_LOOKS = 3
 # A pass that cannot go on and has nothing to decode is tried again after so long.
 _PAUSE_SECONDS = 0.01
 # Requests up to this size come from a pool of their own.
 _SMALL_BYTES, _SMALL_BLOCKS = 1 << 20, 4
+# What the allocator takes at a time for larger ones.
+_PAGE_BYTES = 20 << 20
 # Between two lines of the log that say the same.
 _QUIET_SECONDS = 10.0
 
@@ -124,7 +128,9 @@ class Guard:
 
     def _agreed(self, tokens: int) -> tuple[int, bool]:
         """The least that any rank allows, and whether the patience of any is at its end."""
-        found = tokens if rules.fits(self._needs, tokens, self._memory()) else self._after_release(tokens)
+        memory = self._memory()
+        fits = rules.fits(self._needs, tokens, memory) and self._hold(tokens, memory)
+        found = tokens if fits else self._after_release(tokens)
         if not found and self._refused_since is None:
             self._refused_since = time.monotonic()
         expired = not found and time.monotonic() - (self._refused_since or 0.0) > PATIENCE_SECONDS
@@ -139,7 +145,35 @@ class Guard:
         kept = self._decode_memory()
         self._engine.meter.release()
         del kept
-        return rules.largest(self._needs, tokens, self._memory(), self._align)
+        for _ in range(_LOOKS):
+            memory = self._memory()
+            found = rules.largest(self._needs, tokens, memory, self._align)
+            if not found or self._hold(found, memory):
+                return found
+        return 0
+
+    def _hold(self, tokens: int, memory: rules.Memory) -> bool:
+        """Whether the allocator holds what a chunk of ``tokens`` needs, or could be made to, before it is launched.
+
+        What is only free on the device another process may take in the middle of the forward. One block is asked for
+        and let go of: the chunk's own are cut from it. From the second chunk on it is there already.
+        """
+        import torch
+
+        if rules.fits(self._needs, tokens, rules.Memory(0, memory.unused_bytes)):
+            return True
+        scheduler = self._scheduler
+        kept = self._decode_memory()  # an allocator that finds nothing gives back all that it holds unused
+        want = max(0, self._needs.at(tokens) - sum(block.numel() for block in kept))
+        memory = self._memory()
+        if memory.free_bytes + memory.unused_bytes < want:
+            return False
+        # Where that is not to be had in one piece, what is free in whole pages: the rest is held already.
+        for size in (want, min(want, memory.free_bytes // _PAGE_BYTES * _PAGE_BYTES)):
+            with torch.cuda.stream(scheduler.engine.stream), contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(size, dtype=torch.uint8, device=scheduler.device)
+                return True
+        return False
 
     def _decode_memory(self) -> list[Any]:
         """Blocks as large as what a decode step without a graph may need, as far as the allocator has them.

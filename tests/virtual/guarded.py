@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +30,13 @@ class Loop:
         scheduler.config = replace(scheduler.config, offline_mode=False)
         scheduler.send_result = self.outbox.extend
         scheduler.receive_msg = lambda blocking: [self.inbox.pop(0) for _ in list(self.inbox)]
+        self.before_forward: Callable[[], None] = lambda: None
         forward = scheduler._forward
 
         def noted(forward_input: Any) -> Any:
             if forward_input.batch.is_prefill:
                 self.passes.append([int(req.extend_len) for req in forward_input.batch.reqs])
+                self.before_forward()
             return forward(forward_input)
 
         scheduler._forward = noted
@@ -133,6 +136,21 @@ def main() -> None:
         loop.turn()
         found["next_pass"] = loop.passes[len(found["shrunk"]) :]
         loop.rest()
+
+        # All that is free is taken as soon as a chunk has begun.
+        def take_all() -> None:
+            neighbour[0] = max(0, alone(device.allocator.reserved))
+
+        for at, room in enumerate((needs.at(CHUNK), needs.at(CHUNK // 2))):
+            loop.passes.clear()
+            leave(room)
+            loop.before_forward = take_all
+            loop.ask(4 + at, CHUNK)
+            loop.turn()
+            found[f"taken_under_way_{at}"] = list(loop.passes)
+            loop.before_forward = lambda: None
+            neighbour[0] = 0
+            loop.rest()
         found["errors"] = loop.errors()
         found["counters"] = vars(guard.counters)
         found["counts"] = counts

@@ -57,7 +57,8 @@ def test_memory_that_one_rank_lacks_shrinks_and_refuses_chunks_on_both_and_they_
         assert "not enough GPU memory for a prefill chunk of 64 tokens" in json.dumps(body)
 
         neighbour.hold(headroom - need + need // 4)
-        assert completion(one, 6000)[0] == 200
+        status, _, body = completion(one, 6000)
+        assert status == 200, body
         assert "guard: 2048 tokens wait and" in one.text()
 
         neighbour.hold(0)

@@ -41,7 +41,7 @@ def _enter():
 
     device = _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
     if neighbour := os.environ.get("VIRTUAL_NEIGHBOUR"):
-        alone = device._free_beside
+        alone, taken = device._free_beside, [0]
 
         def beside(reserved):
             from freetoken.distributed import get_tp_info
@@ -52,7 +52,9 @@ def _enter():
                 held = int(file.read() or 0)
             if device.allocator.graph_bytes():
                 held += int(os.environ.get("VIRTUAL_NEIGHBOUR_TAKES", "0")) << 20
-            return alone(reserved) - held
+            # It gets what is free, and whatever becomes free until it has all that it wants.
+            taken[0] = min(held, max(taken[0], alone(reserved)))
+            return alone(reserved) - taken[0]
 
         device.allocator._device_free = beside
         if os.environ.get("VIRTUAL_UNSEEN"):
