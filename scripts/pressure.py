@@ -180,6 +180,16 @@ class Bench:
             self.ballast.close()
 
 
+def _lines_at_rest(one: Server) -> int:
+    """Lines of its log once it writes no more: what clients left behind is done with."""
+    for _ in range(40):
+        before = len(one.text().splitlines())
+        time.sleep(1.5)
+        if len(one.text().splitlines()) == before:
+            break
+    return before
+
+
 def under_pressure(bench: Bench, guard: str, work: list[Asked], changes: int) -> dict[str, Any]:
     """The load until memory changed so often, a full chunk right after it, and the prompts again without pressure.
 
@@ -204,7 +214,7 @@ def under_pressure(bench: Bench, guard: str, work: list[Asked], changes: int) ->
         counters = re.findall(r"since the start: ([^\"\n]*misses)", one.text())
         result["counters"] = counters[-1] if counters else ""
         if alive:
-            mark = len(one.text().splitlines())
+            mark = _lines_at_rest(one)
             ask(one, Asked(10**6, 0, 20000, None))
             time.sleep(1)
             chunks = [
@@ -227,7 +237,7 @@ def under_pressure(bench: Bench, guard: str, work: list[Asked], changes: int) ->
             and pressure.times >= changes
         )
         if not result["ok"]:
-            result["log_tail"] = one.text().splitlines()[-40:]
+            result["log_tail"] = one.text().splitlines()[-120:]
         return result
 
 

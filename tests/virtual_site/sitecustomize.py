@@ -41,9 +41,10 @@ def _enter():
 
     device = _entered.enter_context(virtual_gpu(card_of(parse_size(os.environ["VIRTUAL_VRAM"]), (12, 0))))
     if neighbour := os.environ.get("VIRTUAL_NEIGHBOUR"):
-        alone, taken = device._free_beside, [0]
+        alone, asked, taken = device._free_beside, 0, 0
 
         def beside(reserved):
+            nonlocal asked, taken
             from freetoken.distributed import get_tp_info
 
             if os.environ.get("VIRTUAL_NEIGHBOUR_RANK", str(get_tp_info().rank)) != str(get_tp_info().rank):
@@ -52,9 +53,9 @@ def _enter():
                 held = int(file.read() or 0)
             if device.allocator.graph_bytes():
                 held += int(os.environ.get("VIRTUAL_NEIGHBOUR_TAKES", "0")) << 20
-            # It gets what is free, and whatever becomes free until it has all that it wants.
-            taken[0] = min(held, max(taken[0], alone(reserved)))
-            return alone(reserved) - taken[0]
+            if held != asked:  # it asks once, and gets what is free at that moment
+                asked, taken = held, min(held, max(taken, alone(reserved)))
+            return alone(reserved) - taken
 
         device.allocator._device_free = beside
         if os.environ.get("VIRTUAL_UNSEEN"):
