@@ -5,9 +5,10 @@ Ranks load until the file ``VIRTUAL_LOAD`` is there, if that is set.
 
 All of the engine's own processes run, on a machine without a GPU: server, tokenizers, ranks. A chunk takes the memory
 that it would take; what it computes means nothing. Give ``--dummy-weight``. Another process on that GPU is a file,
-``VIRTUAL_NEIGHBOUR``, that holds how many bytes it has; with ``VIRTUAL_UNSEEN`` nobody sees it coming. Each rank has a
-GPU of its own; with ``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone, and takes
-``VIRTUAL_NEIGHBOUR_TAKES`` MiB more as soon as there are CUDA graphs.
+``VIRTUAL_NEIGHBOUR``, that holds how many bytes it wants. Each rank has a GPU of its own; with
+``VIRTUAL_NEIGHBOUR_RANK`` the process is on that rank's alone, and takes ``VIRTUAL_NEIGHBOUR_TAKES`` MiB more as soon
+as there are CUDA graphs. Once the file ``VIRTUAL_RUNS_OUT`` is there, blocks of 8 MiB or more are not to be had,
+whatever is free, but for the guard's own.
 With ``VIRTUAL_HANG``, the state directory, an allocation does not come back while a probe's marker stands there.
 """
 
@@ -58,10 +59,22 @@ def _enter():
             return alone(reserved) - taken
 
         device.allocator._device_free = beside
-        if os.environ.get("VIRTUAL_UNSEEN"):
-            import torch
 
-            torch.cuda.mem_get_info = lambda *_: (alone(device.allocator.reserved), device.card.total_bytes)
+    if runs_out := os.environ.get("VIRTUAL_RUNS_OUT"):
+        import torch
+
+        given = device.allocate
+
+        def refuse(size):
+            if size >= 8 << 20 and Path(runs_out).exists():
+                frame = sys._getframe()
+                while frame and frame.f_code.co_name not in ("_hold", "_decode_memory"):
+                    frame = frame.f_back
+                if not frame:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size >> 20}.00 MiB.")
+            return given(size)
+
+        device.allocate = refuse
 
     if state := os.environ.get("VIRTUAL_HANG"):
         allocate = device.allocate
