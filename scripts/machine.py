@@ -288,5 +288,12 @@ class Evidence:
         if case in self._document["cases"]:
             self._document.setdefault("earlier", []).append({"case": case} | self._document["cases"][case])
         self._document["cases"][case] = {"date": now, "versions": versions()} | result
+        self.write()
+
+    def write(self) -> None:
+        """The file as it is now; where things lie on this machine is nobody's business."""
+        text = json.dumps(self._document, indent=1) + "\n"
+        for place, name in ((sys.prefix, "ENVIRONMENT"), (str(REPOSITORY), "REPOSITORY"), (sys.base_prefix, "PYTHON")):
+            text = text.replace(place, name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self._document, indent=1) + "\n", encoding="utf-8")
+        self.path.write_text(text, encoding="utf-8")
