@@ -27,8 +27,6 @@ _LOOKS = 3
 _PAUSE_SECONDS = 0.01
 # Requests up to this size come from a pool of their own.
 _SMALL_BYTES, _SMALL_BLOCKS = 1 << 20, 4
-# What the allocator takes at a time for larger ones.
-_PAGE_BYTES = 20 << 20
 # Between two lines of the log that say the same.
 _QUIET_SECONDS = 10.0
 
@@ -169,7 +167,8 @@ class Guard:
         if memory.free_bytes + memory.unused_bytes < want:
             return False
         # Where that is not to be had in one piece, what is free in whole pages: the rest is held already.
-        for size in (want, min(want, memory.free_bytes // _PAGE_BYTES * _PAGE_BYTES)):
+        pages = memory.free_bytes // rules.GRANULARITY_BYTES * rules.GRANULARITY_BYTES
+        for size in (want, min(want, pages)):
             with torch.cuda.stream(scheduler.engine.stream), contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(size, dtype=torch.uint8, device=scheduler.device)
                 return True

@@ -17,11 +17,7 @@ from prefill_probe._walk import Progress, Walk
 from prefill_probe.engine import Engine
 from prefill_probe.faults import Fault
 from prefill_probe.settings import ProbeSettings
-from prefill_probe.shape import (
-    FAMILIES,
-    PLAIN,
-    capped_by,
-)
+from prefill_probe.shape import FAMILIES, PLAIN, capped_by
 from prefill_probe.watch import deadline, deadline_seconds
 
 Keep = Callable[[records.ProbeRecord], None]

@@ -57,7 +57,6 @@ class Walk:
         self.started = time.monotonic()
         self.identity = engine.identity()
         self.limits: Limits = engine.limits()
-        # New tokens of a full chunk.
         self.tokens = full_chunk(self.limits).new_tokens
         self.families = [
             family
@@ -80,7 +79,6 @@ class Walk:
         self.device_usable = True
         # Whether the last run came back on every rank: what they do next depends on it, and must not differ.
         self.all_ok = True
-        # New tokens of the largest shape that came back on every rank.
         self.reached = 0
 
     def _holdings(self) -> dict[str, int]:

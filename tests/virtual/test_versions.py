@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 import warm
+from test_estimate import INCIDENT
 
 from prefill_probe.geometry import make_model
 from prefill_probe.sizes import MIB
 
 pytestmark = pytest.mark.engine
 WHEELS = Path(__file__).resolve().parents[2] / ".wheels"
-INCIDENT = [
-    "--max-running-requests", "1", "--cuda-graph-max-bs", "1", "--moe-cache-size", "512",
-    "--disable-moe-prefill-overlap", "--memory-ratio", "0.95",
-]  # fmt: skip
 # A model, MiB that a chunk of 8192 tokens took of an H200 (allocated), and what else this version is made for. 0.1.2
 # knows no Flash-Next.
 VERSIONS = {
