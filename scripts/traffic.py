@@ -1,6 +1,8 @@
 """One engine, many chunks: probe, then real traffic in the same process; one JSON line a row on standard output.
 
-traffic.py MODEL MAX_RUNNING CHUNK,CHUNK,... [PAGES]
+traffic.py MODEL MAX_RUNNING CHUNK,CHUNK,...
+
+Once it has imported what it needs it waits for a line on standard input; before that it does not touch the GPU.
 """
 
 from __future__ import annotations
@@ -59,11 +61,13 @@ class Traffic:
 
 
 def main() -> None:
+    import freetoken.llm  # noqa: F401  (the longest of a start's imports)
     import torch
 
     from engine_hooks.freetoken.engine import FreeTokenEngine
     from prefill_probe import ProbeSettings, probe
 
+    sys.stdin.readline()
     model, running = sys.argv[1], int(sys.argv[2])
     chunks = [int(text) for text in sys.argv[3].split(",")]
     watcher = Ballast(0)
