@@ -52,6 +52,7 @@ def points(card: Card, *tokens: int) -> list[Point]:
 @example(Card(headroom=471859200, fixed=192526060, slope=21697.0, curve=0.0), 8192)
 @example(Card(headroom=209715200, fixed=34976001, slope=21827.0, curve=0.0), 16384)
 @example(Card(headroom=295698432, fixed=110285691, slope=36362.0, curve=1.0), 32768)
+@example(Card(headroom=531278507, fixed=299468691, slope=22368.0, curve=0.0), 8192)
 @settings(max_examples=300)
 def test_the_chunk_that_is_found_was_run_and_leaves_the_margin_and_is_not_timid(card: Card, chunk: int) -> None:
     if card.need(chunk) + MARGIN <= card.headroom:

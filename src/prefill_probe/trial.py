@@ -90,8 +90,8 @@ def largest_chunk(
             if low + step >= high:
                 break
             units = low + step
-        elif run_number > _PREDICTED_RUNS:
-            # Points with a large fixed part creep up.
+        elif run_number > _PREDICTED_RUNS and all(each.tokens <= low * align for each in known):
+            # Points with a large fixed part creep up, as long as none lies beyond.
             units = max(units, min((low + high) // 2, low * 3 // 2))
         if not low < units < high:
             # The points mislead: a size that they allow did not come back, or they rule out every size.
