@@ -1,6 +1,6 @@
 """One engine, many chunks: probe, then real traffic in the same process; one JSON line a row on standard output.
 
-traffic.py MODEL MAX_RUNNING CHUNK,CHUNK,...
+traffic.py MODEL MAX_RUNNING CHUNK,CHUNK,... POOL      POOL: tokens of the KV pool; 0: half of what the card has
 
 Once it has imported what it needs it waits for a line on standard input; before that it does not touch the GPU.
 """
@@ -17,14 +17,15 @@ from generate import build, tame
 from machine import Ballast
 
 
-def booted(model: str, running: int, chunk: int) -> tuple[Any, Any, Any]:
+def booted(model: str, running: int, chunk: int, pool: int) -> tuple[Any, Any, Any]:
     """An engine whose own probe was put off, what its planner was asked, and its allocator's peaks."""
     os.environ["PREFILL_PROBE"] = "warn"
     from engine_hooks.freetoken import boot
 
     kept: list[Any] = []
     boot._probe = lambda scheduler, noted, peaks, settings: kept.extend((noted, peaks))  # type: ignore[assignment]
-    llm = build(model, chunk, max_running_req=running, cuda_graph_max_bs=min(running, 4), memory_ratio=0.5)
+    changes: dict[str, Any] = {"num_token_override": pool} if pool else {"memory_ratio": 0.5}
+    llm = build(model, chunk, max_running_req=running, cuda_graph_max_bs=min(running, 4), **changes)
     return llm, kept[0], kept[1]
 
 
@@ -71,7 +72,7 @@ def main() -> None:
     model, running = sys.argv[1], int(sys.argv[2])
     chunks = [int(text) for text in sys.argv[3].split(",")]
     watcher = Ballast(0)
-    llm, noted, peaks = booted(model, running, max(chunks))
+    llm, noted, peaks = booted(model, running, max(chunks), int(sys.argv[4]))
     with torch.inference_mode():
         tame(llm)
     for chunk in chunks:
@@ -90,6 +91,7 @@ def main() -> None:
         row = {
             "chunk": chunk,
             "max_running": running,
+            "pool_tokens": llm.engine.num_pages * llm.cache_manager.page_size,
             "verdict": record.verdict,
             "need": vars(record.need) if record.need else None,
             "shapes": json.loads(record.to_json())["shapes"],

@@ -44,6 +44,9 @@ GDN_CHUNK = 64
 # Ids of the probe's requests: no client has a negative one.
 _UID = -1000
 _DECODE_UID = -100_000
+# After every step the engine makes a new list of the free pages (4 bytes each) on the scheduler's stream. It takes the
+# block of the list before the last, unless that list was shorter: requests end, and then there are three.
+_LISTS = 2
 
 
 class FreeTokenEngine:
@@ -276,6 +279,10 @@ class FreeTokenEngine:
                     # As a prefix hit: from a snapshot's slot, here the one that this chunk does not write to.
                     req.mamba_restore_src = req.mamba_ping_pong[1 - req.mamba_next_track_idx]
         output = self._launch(scheduler._prepare_batch(batch))
+        scheduler.stream.wait_stream(engine.stream)
+        for _ in range(_LISTS):
+            with scheduler.cache_manager.lazy_free_region():
+                pass  # as after every step, here with no page to give back
         output.copy_done_event.synchronize()
         del last_step
 

@@ -31,6 +31,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
         "CacheManager.unlock": ("handle",),
         "CacheManager.allocate_paged": ("reqs",),
         "CacheManager.free_swa_out_of_window_extend": ("reqs",),
+        "CacheManager.lazy_free_region": (),
     },
     "freetoken.scheduler.decode": {
         "DecodeManager.filter_reqs": ("reqs",),
