@@ -95,11 +95,24 @@ def test_needs_are_of_every_shape_at_every_size_without_what_only_a_first_run_ta
     assert needs.fragments_bytes > 0
 
 
+def test_a_size_at_which_only_a_plain_chunk_was_run_bounds_no_other() -> None:
+    def deeper(shape: object) -> int:
+        return 900 * MIB if getattr(shape, "cached_tokens", 0) else 0
+
+    engine = MemoryEngine(4096 * MIB, extra=deeper)
+    record = probe(engine, ProbeSettings(guard=True))
+    assert any(run.new_tokens == 5120 and not run.cached_tokens for run in record.shapes)
+    needs = needs_of(record)
+    assert needs is not None
+    for tokens in (4096, 5120, 6144):
+        assert needs.at(tokens) >= engine.fixed + tokens * engine.per_token + 900 * MIB
+
+
 def test_without_the_guard_nothing_smaller_is_run() -> None:
     with_guard, without = (
         probe(MemoryEngine(4096 * MIB), ProbeSettings(guard=guard)).shapes for guard in (True, False)
     )
-    assert {run.new_tokens for run in without} == {64, 8192}
+    assert {run.new_tokens for run in without} == {64, 5120, 8192}
     more = with_guard[len(without) :]
     assert [(run.new_tokens, run.cached_tokens > 0) for run in more] == [(2048, True), (64, True)]
 

@@ -33,9 +33,12 @@ def test_a_chunk_that_leaves_the_margin_fits() -> None:
     assert [(run.new_tokens, run.run, run.outcome) for run in record.shapes] == [
         (8192, "cold", "ok"),  # full
         (8192, "cold", "ok"),  # deepest
-        (64, "warm", "ok"),
+        (5120, "warm", "ok"),
         (8192, "warm", "ok"),  # the larger of the two again, with nothing handed back
+        (64, "warm", "ok"),
+        (8192, "warm", "ok"),  # and once more
     ]
+    assert [run.name.endswith("nothing handed back before") for run in record.shapes] == [False] * 3 + [True] * 3
 
 
 def test_a_chunk_that_fits_but_eats_the_margin_is_tight_and_gets_advice() -> None:
@@ -251,7 +254,7 @@ def test_a_neighbour_that_moves_once_makes_the_probe_repeat() -> None:
     engine.before_run = move
     record = probe(engine, MARGIN)
     assert record.verdict == "fits"
-    assert len(engine.shapes) == 8
+    assert len(engine.shapes) == 12
     assert record.neighbours is not None
     assert [(each.pid, each.bytes) for each in record.neighbours] == [(4242, 500 * MIB)]
 
@@ -280,7 +283,7 @@ def test_thirty_two_mib_are_no_disturbance() -> None:
 
     engine.before_run = move
     assert probe(engine, MARGIN).verdict == "fits"
-    assert len(engine.shapes) == 4
+    assert len(engine.shapes) == 6
 
 
 # Machines on which running out does harm ------------------------------------------------------------------------------
@@ -443,7 +446,7 @@ def test_an_oom_says_what_held_the_memory_when_it_failed() -> None:
 def test_only_the_shapes_that_were_named_are_run() -> None:
     engine = MemoryEngine(4096 * MIB, sequences=4, state_tokens=64)
     names = {run.name.partition(",")[0] for run in probe(engine, ProbeSettings(shapes=("full", "packed"))).shapes}
-    assert names == {"full chunk", "packed chunk", "64 tokens"}
+    assert names == {"full chunk", "packed chunk", "5120 tokens", "64 tokens"}
 
 
 def test_a_shape_that_the_scheduler_does_not_admit_is_noted_and_is_no_fault() -> None:
@@ -460,7 +463,11 @@ def test_a_shape_that_the_scheduler_does_not_admit_is_noted_and_is_no_fault() ->
 
 def test_shapes_that_the_limits_rule_out_are_not_run() -> None:
     engine = MemoryEngine(4096 * MIB, chunk=1000, longest=1000)
-    assert {run.name.partition(",")[0] for run in probe(engine, MARGIN).shapes} == {"full chunk", "64 tokens"}
+    assert {run.name.partition(",")[0] for run in probe(engine, MARGIN).shapes} == {
+        "full chunk",
+        "576 tokens",
+        "64 tokens",
+    }
 
 
 def test_reserved_memory_that_keeps_growing_is_reported_and_counted() -> None:

@@ -31,6 +31,8 @@ DISTURBANCE_BYTES = 32 * MIB
 _SEGMENT_BYTES = 2 * MIB
 # Turns of a short and a full chunk, while reserved memory grows at each.
 _TURNS = 3
+# Of a full chunk: where a chunk before it was so long, the allocator's pages (20 MiB) suit the full one least.
+_SHORTER = 5 / 8
 # How long a rank whose chunk failed waits for the others. They may be inside a collective of the same forward, where
 # this rank will never come, and nothing but the end of their processes frees them.
 PATIENCE_SECONDS = 3.0
@@ -182,21 +184,24 @@ class Walk:
         return max((each for each in FAMILIES if each.word in peaks), key=lambda f: max(rank[f.word] for rank in ranks))
 
     def _repeat(self, family: Family) -> None:
-        """A short chunk and ``family`` at full size again, with nothing handed back to the device in between.
+        """``family`` at full size again, after shorter chunks, with nothing handed back to the device in between.
 
-        That is how requests meet the allocator. Reserved memory that grows at each turn is fragmentation.
+        That is how requests meet the allocator: the shorter chunk is at first in an empty cache, whose memory is then
+        divided as suits it, and at every further turn in what the full one left. Reserved memory that grows at each of
+        those is fragmentation.
         """
         first = self.full_runs(family)[-1].measured.peak
-        reserved = [first.reserved_bytes]
-        for _ in range(_TURNS):
-            self.run(PLAIN, min(self.limits.align, self.tokens), cold=False, fresh=False)
+        reserved: list[int] = []
+        for turn in range(1 + _TURNS):
+            shorter = self.tokens * _SHORTER // self.limits.align * self.limits.align if turn == 0 else 0
+            self.run(PLAIN, min(max(int(shorter), self.limits.align), self.tokens), cold=False, fresh=turn == 0)
             if self.all_ok:
-                self.run(family, self.tokens, cold=False, fresh=False, observe=True)
+                self.run(family, self.tokens, cold=False, fresh=False, observe=turn > 0)
             if not self.all_ok:
                 return
             again = self.runs[-1].measured.peak
             reserved.append(again.reserved_bytes)
-            if not any(self.engine.gather(reserved[-1] - reserved[-2] > DISTURBANCE_BYTES)):
+            if turn and not any(self.engine.gather(reserved[-1] - reserved[-2] > DISTURBANCE_BYTES)):
                 break
         else:
             self.notes.append("reserved memory grows at each turn (fragmentation): " + ", ".join(map(mib, reserved)))

@@ -9,10 +9,13 @@ import bisect
 from dataclasses import dataclass
 
 from prefill_probe.record import Ledgers, ProbeRecord
+from prefill_probe.shape import FAMILIES
 from prefill_probe.sizes import MIB
 
 # By how much more than it asks for a chunk may take: the allocator's largest segment for blocks that share one.
 GRANULARITY_BYTES = 20 * MIB
+# Chunks that may need more than a plain one of their size; the largest image is in no small one.
+_WORSE = tuple(family.name for family in FAMILIES if family.word not in ("full", "image"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,11 @@ def needs_of(record: ProbeRecord) -> Needs | None:
             fragments = max(fragments, run.peak.device_bytes - last[shape].device_bytes)
     if not last:
         return None
-    sizes = sorted({tokens for _, tokens in last})
+    kinds: dict[int, set[str]] = {}
+    for name, tokens in last:
+        kinds.setdefault(tokens, set()).update(each for each in _WORSE if name.startswith(each))
+    # Where only some of the kinds were run, which the walk does for a slope, another may need more.
+    sizes = [size for size in sorted(kinds) if kinds[size] >= kinds[max(kinds)]]
     device, allocated = [0], [0]
     for size in sizes:
         peaks = [peak for (_, tokens), peak in last.items() if tokens == size]
