@@ -1,4 +1,4 @@
-"""The engine makes a new list of free pages after every step; beside a large pool that is most of a small chunk's need."""
+"""The engine makes a new list of free pages after every step: beside a large pool most of what a small chunk needs."""
 
 from __future__ import annotations
 
