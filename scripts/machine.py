@@ -203,11 +203,18 @@ class Server:
         return self._process.poll()
 
     def children_left(self) -> list[str]:
-        """Processes of the server's session that are still there."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=,stat=,args=", "-s", str(self._process.pid)], capture_output=True, text=True, check=False
-        ).stdout
-        return [line for line in found.splitlines() if line.strip() and " Z" not in line]
+        """Processes of the server's session that are still there; those that end just now are waited for."""
+        end = time.monotonic() + 5
+        while True:
+            found = subprocess.run(
+                ["ps", "-o", "pid=,stat=,args=", "-s", str(self._process.pid)],
+                capture_output=True, text=True, check=False,
+            ).stdout  # fmt: skip
+            left = [line for line in found.splitlines() if line.strip() and " Z" not in line]
+            # One without arguments has let go of its memory already: it is on its way out of the kernel.
+            if not any(line.rstrip().endswith("]") for line in left) or time.monotonic() > end:
+                return left
+            time.sleep(0.1)
 
     def interrupt(self) -> None:
         """SIGINT to every process of the server, as a terminal sends it."""

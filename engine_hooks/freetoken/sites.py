@@ -57,10 +57,18 @@ _COMPONENTS = {
 }  # fmt: skip
 
 
-def site_of(error: BaseException) -> str:
-    """The component whose code raised ``error``, with the innermost line of the engine; empty outside of it."""
-    stack = traceback.extract_tb(error.__traceback__)
-    return place_of([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])[1]
+def site_of(error: BaseException | None) -> str:
+    """The component whose code raised ``error``, with the innermost line of the engine; empty outside of it.
+
+    After a fault of the device whatever tidies up fails as well, with an error of its own: the first of a chain counts.
+    """
+    place, each, seen = "", error, set[int]()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        stack = traceback.extract_tb(each.__traceback__)
+        place = place_of([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])[1] or place
+        each = each.__cause__ or each.__context__
+    return place
 
 
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_hooks.freetoken.sites import place_of
+from engine_hooks.freetoken.sites import place_of, site_of
 from prefill_probe.composition import Frame
 
 ROOT = "/usr/lib/python3/site-packages/freetoken/"
@@ -46,6 +46,22 @@ def test_a_stack_has_a_component_and_a_place(
 def test_a_stack_outside_of_the_engine_is_nowhere() -> None:
     assert place_of([("/opt/app.py", 1, "main")]) == ("other", "")
     assert place_of([]) == ("other", "")
+
+
+def test_an_error_that_another_hides_while_it_is_tidied_up_has_the_place_of_the_first() -> None:
+    where = ROOT + "kernel/triton/attention.py"
+    namespace: dict[str, object] = {}
+    exec(compile("def launch():\n    raise RuntimeError('an illegal memory access')", where, "exec"), namespace)
+
+    def tidied_up() -> None:
+        try:
+            namespace["launch"]()  # type: ignore[operator]
+        finally:
+            raise RuntimeError("the device answers nothing any more")
+
+    with pytest.raises(RuntimeError, match="nothing any more") as caught:
+        tidied_up()
+    assert site_of(caught.value) == "attention (attention.py:2)"
 
 
 @pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment")

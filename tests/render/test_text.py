@@ -77,6 +77,18 @@ def test_a_fault_makes_no_memory_claim() -> None:
     assert "--memory-ratio" not in str(error)
 
 
+def test_a_fault_names_the_chunk_that_met_it_and_how_to_learn_more() -> None:
+    """Pages from all over a large pool reach what those at its beginning do not."""
+
+    def fail(number: int, shape: Shape) -> None:
+        if shape.cached_tokens:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    text = str(error_for(probe(MemoryEngine(4096 * MIB, before_run=fail), SETTINGS)))
+    assert "  shape        deepest chunk: after " in text
+    assert "CUDA_LAUNCH_BLOCKING=1" in text
+
+
 def test_a_launch_limit_says_that_a_smaller_chunk_helps_and_a_ratio_does_not() -> None:
     def fail(number: int, shape: Shape) -> None:
         if shape.new_tokens > 8191:

@@ -12,6 +12,7 @@ from prefill_probe.geometry import make_model
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 CHUNK = 512
+PAGE = 20 << 20
 
 
 @pytest.mark.parametrize("pages", [2_000_000, 33_666_200])
@@ -21,6 +22,7 @@ def test_the_need_has_the_lists_of_free_pages_that_requests_come_to(tmp_path: Pa
     found = document(HERE / "page_list.py", str(model), str(pages), str(CHUNK))
     need, seen = found["need"], found["seen"]
     assert seen["device_bytes"] > 2 * 4 * pages
-    assert need["device_bytes"] == pytest.approx(seen["device_bytes"], rel=0.02)
+    # Requests in another order would come to a page more, which the probe has tried.
+    assert seen["device_bytes"] * 0.99 <= need["device_bytes"] <= seen["device_bytes"] * 1.02 + PAGE
     # Requests have three lists at once on the device, of which the allocator counts two.
     assert seen["allocated_bytes"] * 0.99 <= need["allocated_bytes"] <= seen["allocated_bytes"] + 4 * pages

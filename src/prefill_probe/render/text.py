@@ -102,13 +102,16 @@ def fault_text(record: ProbeRecord) -> str:
     lines = [first, row("chunk", chunk_text(record))]
     if record.fault is not None:
         lines.append(row("fault", f"{record.fault.kind}: {record.fault.text}"))
-    if failed := next((run for run in reversed(record.judged) if run.oom and run.oom.site), None):
-        assert failed.oom is not None
+    lines += shape_rows(record)
+    failed = _faulty(record)
+    if failed is not None and failed.oom is not None and failed.oom.site:
         lines.append(row("failed in", failed.oom.site))
     lines += rank_rows(record)
     lines += [row("note", one_line(note)) for note in record.notes]
     if record.fault is not None and record.fault.chunk_helps:
         lines.append("A smaller --max-prefill-length avoids it; a --memory-ratio does not.")
+    if kind == "kernel-fault":
+        lines.append("A GPU reports this late; a start with CUDA_LAUNCH_BLOCKING=1 in its environment says where it was.")
     lines.append("To serve without this check: --prefill-probe off")
     return "\n".join(lines)
 
@@ -125,13 +128,19 @@ def chunk_text(record: ProbeRecord) -> str:
 
 
 def shape_rows(record: ProbeRecord) -> list[str]:
-    """What the chunk was made of, where it is not simply a prompt."""
-    name = record.need.shape if record.need else "full chunk"
-    run = next((run for run in reversed(record.judged) if run.name == name), None)
+    """What the chunk was made of, where it is not simply a prompt: of the need, or the one that ended in a fault."""
+    run = _faulty(record)
+    if run is None:
+        name = record.need.shape if record.need else "full chunk"
+        run = next((run for run in reversed(record.judged) if run.name == name), None)
     if run is None or (run.sequences == 1 and not run.cached_tokens):
         return []
-    text = f"{name}: {run.sequences} prompts" if run.sequences > 1 else f"{name}: after {run.cached_tokens} tokens"
-    return [row("shape", text)]
+    many = f"{run.name}: {run.sequences} prompts"
+    return [row("shape", many if run.sequences > 1 else f"{run.name}: after {run.cached_tokens} tokens")]
+
+
+def _faulty(record: ProbeRecord) -> ShapeRun | None:
+    return next((run for run in reversed(record.judged) if run.outcome == "fault"), None)
 
 
 def held_by_rows(record: ProbeRecord) -> list[str]:
