@@ -32,6 +32,7 @@ class Before:
         self._running = set(scheduler.decode_manager.running_reqs)
         self._pages = scheduler.cache_manager.free_slots
         self._page_order: Any = None
+        self._shuffled: Any = None
         self._blank = False
         experts = scheduler.engine.moe_offload_cache
         self._counters = {
@@ -59,10 +60,11 @@ class Before:
         """
         import torch
 
-        if self._page_order is None:
+        if self._page_order is None:  # once: of 33 million pages it takes a second
             self._page_order = self._pages.to("cpu", copy=True)
-        chance = torch.Generator().manual_seed(len(self._pages))
-        self._pages.copy_(self._page_order[torch.randperm(len(self._pages), generator=chance)])
+            chance = torch.Generator().manual_seed(len(self._pages))
+            self._shuffled = self._page_order[torch.randperm(len(self._pages), generator=chance)]
+        self._pages.copy_(self._shuffled)
 
     def blank_cache(self) -> None:
         """Zero the KV pool, once, before a chunk attends to tokens whose forward was not run.
