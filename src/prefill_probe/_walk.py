@@ -132,15 +132,13 @@ class Walk:
         return warm[-1].measured.peak.device_bytes - warm[-1].measured.peak.reserved_bytes if warm else 0
 
     def _from_large_to_small(self) -> None:
-        """Every shape at full size, smaller ones where it does not come back, and the worst shape once more."""
+        """Every shape at full size, smaller ones where it does not come back, and the worst shape again."""
         for family in self.families:
             if not self._comes_back(family):
                 if self.settings.mode is not Mode.ENFORCE:  # it may serve all the same
                     self._run_for_guard()
                 return
         self._repeat(self._worst())
-        if any(self.engine.gather(self._tight())):
-            self._run_half(PLAIN, self.tokens)
         self._run_for_guard()
 
     def _run_for_guard(self) -> None:
@@ -231,11 +229,6 @@ class Walk:
         safe = all(self.engine.gather(need + reserve <= self.before.headroom_bytes))
         self.stopped_early = not safe
         return safe
-
-    def _tight(self) -> bool:
-        """Whether the margin is not left, as far as is known: then advice is wanted, which needs a slope."""
-        need = max(run.measured.peak.device_bytes for run in self.full_runs())
-        return self.engine.meter.read().headroom_bytes - need < self.margin
 
     def _run_twice(self, family: Family, tokens: int) -> None:
         """Cold, and if that comes back, warm: a prediction from what only a first run takes would be far too high."""
