@@ -35,6 +35,7 @@ LARGEST_SHARE = 1.05
 # Explicit pools.
 TOKENS, SLOTS = 196_608, 512
 TURNS = 3
+SHORTER_EIGHTHS = (3, 5, 7)
 # Prompts in chunks. A deep one goes on where the first long one ended, and all but its last chunk is served once.
 LONG_CHUNKS, DEEP_CHUNKS = 5, 8
 # What an engine takes of the card before it looks how much is free (prefill_probe.virtual.device).
@@ -153,6 +154,11 @@ class Clients:
         self._ask([self._prompt(64) for _ in range(others)], 6)
         self._turn(3 if others else 0)
         self._serve([torch.cat([self._before_deep, self._prompt(self._chunk)])], 2)
+
+    def serve_longer_after(self, shorter: int) -> None:
+        """Two prompts, as a start's first: the shorter divides the allocator's memory as suits it."""
+        for length in (shorter, self._chunk):
+            self._serve([self._prompt(min(length, self._longest))], 2)
 
     def _prompt(self, tokens: int) -> Any:
         import torch
@@ -347,7 +353,9 @@ class Cells:
         }
 
     def _truth(self, chunk: int) -> dict[str, Any]:
-        """Requests, ``TURNS`` times: whether all were served, or which ran out of memory and where."""
+        """Requests, ``TURNS`` times, and the orders in which other starts may meet them: whether all were served, or
+        which ran out of memory and where.
+        """
         import torch
 
         from prefill_probe._walk import forget_frames
@@ -364,6 +372,10 @@ class Cells:
                     for name, serve in clients.kinds().items():
                         at = f"{name}, turn {turn + 1}"
                         serve()
+                for eighths in SHORTER_EIGHTHS:  # as other starts would meet them
+                    engine.meter.release()
+                    at = f"full chunk after {eighths}/8 of one"
+                    clients.serve_longer_after(max(1, chunk * eighths // 8))
             found["peak"] = asdict(measured.peak)
             # What the idle engine holds more than before: the prefix cache's lists of pages.
             found["kept_bytes"] = engine.meter.read().allocated_bytes - idle.allocated_bytes
