@@ -8,6 +8,7 @@ Once it has imported what it needs it waits for a line on standard input; before
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -62,6 +63,9 @@ def as_started(engine: Any, chunk: int) -> Any:
     from engine_hooks.freetoken.engine import FreeTokenEngine
 
     scheduler, noted, meter = engine._scheduler, engine._planner._noted, engine.meter
+    # The last requests hold parts of the prefix tree that is replaced here, and the last step its tensors.
+    scheduler.finished_reqs, scheduler._last_data, scheduler.receive_msg = set(), None, lambda blocking: []
+    gc.collect()
     noted.given["max_extend_tokens"] = chunk
     engine.adopt_chunk(chunk)
     scheduler.cache_manager.free_slots = None
