@@ -185,16 +185,18 @@ class Walk:
         """``family`` at full size again, after shorter chunks, with nothing handed back to the device in between.
 
         That is how requests meet the allocator: the shorter chunk is at first in an empty cache, whose memory is then
-        divided as suits it, and at every further turn in what the full one left. Reserved memory that grows at each of
-        those is fragmentation.
+        divided as suits it (the one after it is then of a kind that follows no other full chunk), and at every further
+        turn in what the full one left. Reserved memory that grows at each of those is fragmentation.
         """
+        shape = family.shape(self.limits, self.tokens, self.tokens)
+        opening = PLAIN if shape is None or shape.cached_tokens else family
         first = self.full_runs(family)[-1].measured.peak
         reserved: list[int] = []
         for turn in range(1 + _TURNS):
             shorter = self.tokens * _SHORTER // self.limits.align * self.limits.align if turn == 0 else 0
             self.run(PLAIN, min(max(int(shorter), self.limits.align), self.tokens), cold=False, fresh=turn == 0)
             if self.all_ok:
-                self.run(family, self.tokens, cold=False, fresh=False, observe=turn > 0)
+                self.run(family if turn else opening, self.tokens, cold=False, fresh=False, observe=turn > 0)
             if not self.all_ok:
                 return
             again = self.runs[-1].measured.peak
