@@ -8,7 +8,6 @@ Once it has imported what it needs it waits for a line on standard input; before
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import random
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from truth import Clients, burst_lengths, real_engine, virtual_engine
+from truth import Clients, burst_lengths, forget_requests, real_engine, virtual_engine
 
 FLAGS = ["--moe-cache-size", "512", "--disable-moe-prefill-overlap", "--dummy-weight", "--text-model-only"]
 # The kind that meets what the one before it left in the allocator's cache; the others meet what a start leaves.
@@ -63,9 +62,7 @@ def as_started(engine: Any, chunk: int) -> Any:
     from engine_hooks.freetoken.engine import FreeTokenEngine
 
     scheduler, noted, meter = engine._scheduler, engine._planner._noted, engine.meter
-    # The last requests hold parts of the prefix tree that is replaced here, and the last step its tensors.
-    scheduler.finished_reqs, scheduler._last_data, scheduler.receive_msg = set(), None, lambda blocking: []
-    gc.collect()
+    forget_requests(scheduler)
     noted.given["max_extend_tokens"] = chunk
     engine.adopt_chunk(chunk)
     scheduler.cache_manager.free_slots = None
@@ -83,6 +80,7 @@ def row_of(engine: Any, beside: Any, chunk: int) -> dict[str, Any]:
     from prefill_probe import ProbeSettings, probe
 
     record = probe(engine, ProbeSettings())
+    shapes = json.loads(record.to_json())["shapes"]
     idle = engine.meter.read()
     seen = {}
     with torch.inference_mode():
@@ -101,7 +99,7 @@ def row_of(engine: Any, beside: Any, chunk: int) -> dict[str, Any]:
         "chunk": chunk,
         "verdict": record.verdict,
         "need": asdict(record.need) if record.need else None,
-        "shapes": json.loads(record.to_json())["shapes"],
+        "shapes": [{name: value for name, value in run.items() if name != "timeline"} for run in shapes],
         "probe_seconds": record.timings["probe_seconds"],
         "seen": seen,
     }

@@ -186,6 +186,16 @@ class Clients:
             self._turn()
 
 
+def forget_requests(scheduler: Any) -> None:
+    """Nobody waits or runs, and neither the last step nor the last requests hold anything on the device."""
+    scheduler.prefill_manager.pending_list.clear()
+    scheduler.decode_manager.running_reqs = set()
+    scheduler.finished_reqs = set()
+    scheduler._last_data = None
+    scheduler.receive_msg = lambda blocking: []
+    gc.collect()
+
+
 class Cells:
     """The cells of one start, one after the other."""
 
@@ -251,12 +261,7 @@ class Cells:
 
         scheduler = self._scheduler
         self._beside.take(0)
-        scheduler.prefill_manager.pending_list.clear()
-        scheduler.decode_manager.running_reqs = set()
-        scheduler.finished_reqs = set()
-        scheduler._last_data = None
-        scheduler.receive_msg = lambda blocking: []
-        gc.collect()
+        forget_requests(scheduler)
         torch.cuda.synchronize()
         if scheduler.engine.moe_offload_cache is not None:
             with torch.inference_mode():

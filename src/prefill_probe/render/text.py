@@ -111,9 +111,7 @@ def fault_text(record: ProbeRecord) -> str:
     if record.fault is not None and record.fault.chunk_helps:
         lines.append("A smaller --max-prefill-length avoids it; a --memory-ratio does not.")
     if kind == "kernel-fault":
-        lines.append(
-            "A GPU reports this late: a start with CUDA_LAUNCH_BLOCKING=1 in its environment says where."
-        )
+        lines.append("A GPU reports this late: a start with CUDA_LAUNCH_BLOCKING=1 in its environment says where.")
     lines.append("To serve without this check: --prefill-probe off")
     return "\n".join(lines)
 
