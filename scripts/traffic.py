@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,8 +30,9 @@ class Traffic(Clients):
         shared = self._prompt(chunk)
         deep = min(98_304, 12 * chunk, self._longest)
 
-        def one_by_one(*lengths: int) -> Callable[[], None]:
-            return lambda: [self._serve([self._prompt(length)], 2) for length in lengths][-1]
+        def one_by_one(*lengths: int) -> None:
+            for length in lengths:
+                self._serve([self._prompt(length)], 2)
 
         def after_prefix() -> None:
             for _ in range(2):
@@ -43,11 +43,11 @@ class Traffic(Clients):
 
         return {
             "long": lambda: self._serve([self._prompt(3 * chunk)], 4),
-            "deep": one_by_one(deep),
+            "deep": lambda: one_by_one(deep),
             "many short": lambda: self._serve(list(map(self._prompt, burst_lengths(chunk, several))), 4),
             "prefix hits": after_prefix,
             "during decode": during_decode,
-            "short and long": one_by_one(16, 300, 2 * chunk, 65, 2 * chunk),
+            "short and long": lambda: one_by_one(16, 300, 2 * chunk, 65, 2 * chunk),
             ON_TOP: during_decode,
         }
 
@@ -113,7 +113,7 @@ def main() -> None:
     running, pool = order["running"], order["pool"]
     arguments = ["--model", order["model"], "--max-running-requests", str(running), "--num-tokens", str(pool), *FLAGS]
     arguments += ["--cuda-graph-max-bs", str(min(4, running)), "--max-prefill-length", str(max(order["chunks"]))]
-    arguments += ["--port", str(random.Random(os.getpid()).randrange(20_000, 40_000))]
+    arguments += ["--port", str(20_000 + os.getpid() % 20_000)]
     with (virtual_engine if order["virtual"] else real_engine)(arguments, None) as (engine, beside):
         for chunk in order["chunks"]:
             engine = as_started(engine, chunk)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from prefill_probe.composition import Frame
+from prefill_probe.faults import chain_of
 
 # Part of a source path below the package, without a model's own folder, or of a function's name -> the component and
 # the step. First match wins.
@@ -57,18 +58,17 @@ _COMPONENTS = {
 }  # fmt: skip
 
 
-def site_of(error: BaseException | None) -> str:
+def site_of(error: BaseException) -> str:
     """The component whose code raised ``error``, with the innermost line of the engine; empty outside of it.
 
-    After a fault of the device whatever tidies up fails as well, with an error of its own: the first of a chain counts.
+    After a fault of the device whatever tidies up fails as well, outside of the engine: then that of the error behind
+    it. One that came out of the engine is not looked behind, where there may be a cache that missed.
     """
-    place, each, seen = "", error, set[int]()
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
+    for each in chain_of(error):
         stack = traceback.extract_tb(each.__traceback__)
-        place = place_of([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])[1] or place
-        each = each.__cause__ or each.__context__
-    return place
+        if place := place_of([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])[1]:
+            return place
+    return ""
 
 
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:

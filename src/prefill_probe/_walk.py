@@ -13,7 +13,7 @@ from prefill_probe import advice as advising
 from prefill_probe._runs import Observed, Run, points_of
 from prefill_probe.composition import Mark, blocks_at_peak, compose, timeline
 from prefill_probe.engine import Engine, PlanRefused, Routing, ShapeRefused
-from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, classify
+from prefill_probe.faults import EX_CONFIG, EX_SOFTWARE, chain_of, classify
 from prefill_probe.guard import sizes_to_measure
 from prefill_probe.meter import Measured
 from prefill_probe.neighbours import moved_bytes
@@ -193,8 +193,8 @@ class Walk:
         first = self.full_runs(family)[-1].measured.peak
         reserved: list[int] = []
         for turn in range(1 + _TURNS):
-            shorter = self.tokens * _SHORTER // self.limits.align * self.limits.align if turn == 0 else 0
-            self.run(PLAIN, min(max(int(shorter), self.limits.align), self.tokens), cold=False, fresh=turn == 0)
+            units = 1 if turn else max(1, int(self.tokens * _SHORTER) // self.limits.align)
+            self.run(PLAIN, min(units * self.limits.align, self.tokens), cold=False, fresh=turn == 0)
             if self.all_ok:
                 self.run(family if turn else opening, self.tokens, cold=False, fresh=False, observe=turn > 0)
             if not self.all_ok:
@@ -369,10 +369,6 @@ class Walk:
 
 def forget_frames(error: BaseException) -> None:
     """Let go of the locals of every frame that ``error`` and the errors behind it passed through."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
+    for each in chain_of(error):
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None
-        each = each.__cause__ or each.__context__

@@ -7,7 +7,7 @@ knows is ``unknown`` and is never called a memory shortage.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,16 @@ class PrefillInconclusiveError(PrefillProbeError):
 
 
 ERRORS = (PrefillOOMError, PrefillFaultError, PrefillTimeoutError, PrefillInconclusiveError)
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and the errors behind it, the last raised first."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 def exit_status_of(text: str) -> int | None:

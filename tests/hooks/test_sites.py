@@ -64,6 +64,15 @@ def test_an_error_that_another_hides_while_it_is_tidied_up_has_the_place_of_the_
     assert site_of(caught.value) == "attention (attention.py:2)"
 
 
+def test_an_error_out_of_the_engine_is_placed_where_it_was_raised_whatever_it_followed() -> None:
+    source = "def launch():\n    try:\n        return {}['scratch']\n    except KeyError:\n        raise MemoryError\n"
+    namespace: dict[str, object] = {}
+    exec(compile(source, ROOT + "kernel/triton/attention.py", "exec"), namespace)
+    with pytest.raises(MemoryError) as caught:
+        namespace["launch"]()  # type: ignore[operator]
+    assert site_of(caught.value) == "attention (attention.py:5)"
+
+
 @pytest.mark.skipif(find_spec("freetoken") is None, reason="FreeToken is not installed in this environment")
 def test_routing_counts_what_the_routers_chose_and_leaves_the_layers_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
