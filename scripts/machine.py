@@ -292,10 +292,15 @@ class Evidence:
     def add(self, case: str, result: dict[str, Any]) -> None:
         """Write the result of ``case``, whatever it is."""
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        if case in self._document["cases"]:
-            self._document.setdefault("earlier", []).append({"case": case} | self._document["cases"][case])
+        self.retire(case)
         self._document["cases"][case] = {"date": now, "versions": versions()} | result
         self.write()
+
+    def retire(self, case: str) -> None:
+        """``case`` is of the past, if the file holds it: a start that failed then and has its rows now."""
+        if case in self._document["cases"]:
+            self._document.setdefault("earlier", []).append({"case": case} | self._document["cases"].pop(case))
+            self.write()
 
     def write(self) -> None:
         """The file as it is now; where things lie on this machine is nobody's business."""

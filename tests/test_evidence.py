@@ -20,3 +20,15 @@ def test_a_result_is_kept_when_its_case_is_run_again(tmp_path: Path, monkeypatch
     document = json.loads((tmp_path / "trial.json").read_text(encoding="utf-8"))
     assert document["cases"]["boots"]["ok"]
     assert [(each["case"], each["ok"], "date" in each) for each in document["earlier"]] == [("boots", False, True)]
+
+
+def test_a_start_that_failed_is_of_the_past_when_it_has_its_rows(tmp_path: Path) -> None:
+    import machine
+
+    evidence = machine.Evidence("trial", {}, tmp_path)
+    evidence.add("start", {"ok": False})
+    evidence.retire("start")
+    evidence.retire("a start that never failed")
+    document = json.loads((tmp_path / "trial.json").read_text(encoding="utf-8"))
+    assert document["cases"] == {}
+    assert [(each["case"], each["ok"]) for each in document["earlier"]] == [("start", False)]
