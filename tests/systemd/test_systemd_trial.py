@@ -20,6 +20,7 @@ def test_a_real_systemd_does_with_the_units_what_they_are_for() -> None:
         "an engine that ends with 78: restarted 0 times, failed",
         "its journal has PrefillOOMError",
         "its journal has PrefillInconclusiveError",
+        "of a user, an engine that ends with 78: restarted 0 times, failed",
         "command lines are read as systemd reads them",
         "command lines arrive as they were quoted",
         "environments are read as systemd reads them",
