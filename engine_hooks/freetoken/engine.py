@@ -320,7 +320,11 @@ class FreeTokenEngine:
         return tokens
 
     def _decode_step(self, count: int, reqs: list[Any]) -> Any:
-        """One step of ``count`` requests that generate; gives back what the overlapped loop keeps of it."""
+        """One step of ``count`` requests that generate; gives back what the overlapped loop keeps of it.
+
+        A step of more requests than graphs were captured for is prepared and not launched: its kernels may be new, and
+        the expert cache's lookup compiles for minutes (378 s for 640 expert ids), which no prompt has to wait for.
+        """
         scheduler = self._scheduler
         shape = Shape("decodes", tuple(Sequence(0, DECODE_PROMPT_TOKENS) for _ in range(count)))
         for request in self._requests(shape, first_uid=_DECODE_UID, max_tokens=DECODE_OUTPUT_TOKENS):
@@ -334,7 +338,10 @@ class FreeTokenEngine:
             self._skip(batch.reqs)
             scheduler.decode_manager.filter_reqs(batch.reqs)
         scheduler.stream.wait_stream(scheduler.engine.stream)
-        forward_input = scheduler._prepare_batch(scheduler.decode_manager.schedule_next_batch())
+        batch = scheduler.decode_manager.schedule_next_batch()
+        forward_input = scheduler._prepare_batch(batch)
+        if count > 1 and not scheduler.engine.graph_runner.can_use_cuda_graph(batch):
+            return forward_input
         return forward_input, self._launch(forward_input)
 
     def _requests(self, shape: Shape, first_uid: int = _UID, max_tokens: int = 1) -> list[Any]:
