@@ -59,7 +59,7 @@ def scheduler_of(cache_type: str, window_pool: bool) -> Any:
             kv_cache=kv_cache,
             encoder_cache=None,
             graph_runner=SimpleNamespace(can_use_cuda_graph=lambda batch: batch.is_decode),
-        ),  # fmt: skip
+        ),
     )
 
 
