@@ -274,12 +274,10 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         uninitialized = func.overloadpacket in _UNINITIALIZED
         sources = [tensor for tensor in on_device if tensor is not args[0]] if _overwrites(func) else on_device
         known = not uninitialized and all(self._known(tensor.held) for tensor in sources)
-        if func.overloadpacket is _aten.zeros:
-            return self._results(_untouched_zeros(_shapes(func, args, kwargs)), {}, True)
+        if uninitialized or func.overloadpacket is _aten.zeros:
+            return self._results(_untouched_zeros(_shapes(func, *_swap((args, kwargs), _on_meta))), {}, known)
         held_args, held_kwargs = _swap((args, kwargs), _held)
         result = func(*held_args, **_placed(held_kwargs, "cpu"))
-        if uninitialized:
-            result.zero_()
         self._mark_written(func, args, kwargs, known)
         return self._results(result, {id(tensor.held): tensor for tensor in on_device}, known)
 
@@ -319,11 +317,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             new = id(value) not in owners and value.untyped_storage()._cdata not in inputs
             if not new or not _keeps_values(value, fill is not None):
                 return value
-            size = value.untyped_storage().nbytes()
-            memory = torch.zeros(size, dtype=torch.uint8, device="cpu").untyped_storage()
-            held = torch.empty(0, dtype=value.dtype, device="cpu")
-            held.set_(memory, value.storage_offset(), value.size(), value.stride())
-            return held if fill is None else held.fill_(fill)
+            held = _untouched_zeros(value)
+            return held.fill_(fill) if fill else held
 
         return self._results(_each(result, with_memory), owners, fill is not None)
 
@@ -414,11 +409,14 @@ def _is_real(held: torch.Tensor) -> bool:
 
 
 def _untouched_zeros(shape: torch.Tensor) -> torch.Tensor:
-    """Zeros in host memory that the system has only promised."""
+    """Zeros of this shape, strides and dtype, in host memory that the system has only promised where it is large."""
     size = shape.untyped_storage().nbytes()
-    if size < MIB:
-        return torch.zeros(shape.shape, dtype=shape.dtype, device="cpu")
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=shape.dtype).view(shape.shape)
+    if size < MIB // 16:
+        memory = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    else:
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    held = torch.empty(0, dtype=shape.dtype, device="cpu")
+    return held.set_(memory.untyped_storage(), shape.storage_offset(), shape.size(), shape.stride())
 
 
 def _keeps_values(shape: torch.Tensor, known: bool) -> bool:
