@@ -233,3 +233,38 @@ def test_a_directory_that_cannot_be_written_is_an_os_error_and_one_that_is_missi
         Marker(blocked / "x", CONFIGURATION).set()
     assert Marker(tmp_path / "missing", CONFIGURATION).left_behind() is None
     assert marker_of(tmp_path / "missing", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("/site/engine/model.py", "no result within 2 s, in wait (model.py:2)"),
+        (
+            "/site/triton/compiler/compiler.py",
+            "no result within 2 s, in wait (model.py:2); a kernel was being compiled: "
+            "--prefill-probe-timeout SECONDS gives it longer",
+        ),
+    ],
+)
+def test_a_probe_that_is_late_says_where_it_was_and_whether_that_was_a_compilation(file: str, said: str) -> None:
+    done = run(
+        f"""
+        import threading
+        from memory_engine import MIB, MemoryEngine
+        from prefill_probe import ProbeSettings, probe
+
+        woven = {{}}
+        exec(compile("def wait(event):\\n    event.wait()", {file!r}, "exec"), woven)
+
+        class Slow(MemoryEngine):
+            def place(self, frames):
+                return super().place([frame for frame in frames if frame[2] == "wait" and "threading" not in frame[0]])
+
+        def hang(number, shape):
+            woven["wait"](threading.Event())
+
+        engine = Slow(9000 * MIB, chunk=64, before_run=hang)
+        probe(engine, ProbeSettings(timeout_seconds=2), keep=lambda record: print(record.fault.text, flush=True))
+        """
+    )
+    assert (done.returncode, done.stdout.strip()) == (70, said), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from prefill_probe.engine import Engine
 from prefill_probe.faults import Fault
 from prefill_probe.settings import ProbeSettings
 from prefill_probe.shape import FAMILIES, PLAIN, capped_by
-from prefill_probe.watch import deadline, deadline_seconds
+from prefill_probe.watch import deadline, deadline_seconds, frames_of, late
 
 Keep = Callable[[records.ProbeRecord], None]
 
@@ -94,6 +95,7 @@ class Session:
     def __init__(self, engine: Engine, settings: ProbeSettings, progress: Progress, keep: Keep) -> None:
         self.engine = engine
         self.walk = Walk(engine, settings, progress, lambda: keep(self.left_alone()))
+        self._thread = threading.get_ident()
 
     def record(self) -> records.ProbeRecord:
         """The record, the same on every rank: the worst rank's view, and a row for each."""
@@ -149,7 +151,9 @@ class Session:
 
     def timed_out(self, seconds: float) -> records.ProbeRecord:
         """The record of a probe that hangs; asks nothing of the device or of other ranks."""
-        fault = Fault("time-out", False, False, False, f"no result within {seconds:.0f} s")
+        frames = frames_of(self._thread)
+        text = late(seconds, self.engine.place(frames)[1], frames)
+        fault = Fault("time-out", False, False, False, text)
         shapes = tuple(as_recorded(run) for run in self.walk.runs)
         hung = records.ShapeRun(
             name=PLAIN.name,

@@ -9,10 +9,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefill_probe.composition import Frame
 from prefill_probe.faults import EX_SOFTWARE
 
 # A card at this pace is slow, not hung.
@@ -78,6 +80,21 @@ def deadline(seconds: float, report: Callable[[], None]) -> Iterator[None]:
             yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def frames_of(thread: int) -> list[Frame]:
+    """The stack of a thread (by ``threading.get_ident``), innermost frame first; empty: it is gone."""
+    frame = sys._current_frames().get(thread)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    return [(each.filename, each.lineno or 0, each.name) for each in reversed(stack)]
+
+
+def late(seconds: float, place: str, frames: Sequence[Frame]) -> str:
+    """What is said of a probe that had no result in time: where it was, and whether that was a compilation, no hang."""
+    text = f"no result within {seconds:.0f} s" + (f", in {place}" if place else "")
+    if any("/triton/compiler/" in file.replace("\\", "/") for file, _, _ in frames):
+        text += "; a kernel was being compiled: --prefill-probe-timeout SECONDS gives it longer"
+    return text
 
 
 def _dump_stacks() -> None:
