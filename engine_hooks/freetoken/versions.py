@@ -45,7 +45,7 @@ CONTRACT: dict[str, dict[str, tuple[str, ...] | None]] = {
     "freetoken.engine.engine": {
         "_startup_kv_budget": ("memory_ratio", "init_free_memory", "new_free_memory"),
         "CacheRebuildRejected": None,
-        "GraphRunner.can_use_cuda_graph": ("batch",),
+        "GraphRunner": None,
     },
     "freetoken.engine.cache_budget": {
         "expert_bytes_per_slot": ("sources",),
@@ -105,7 +105,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "page_table",
         "linear_state_pool",
         "moe_offload_cache",
-        "graph_runner",
         "kv_cache",
         "tp_cpu_group",
         "_baseline_free",
