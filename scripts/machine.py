@@ -297,15 +297,15 @@ class Evidence:
         self.write()
 
     def retire(self, case: str) -> None:
-        """``case`` is of the past, if the file holds it: a start that failed then and has its rows now."""
+        """Before the next ``add``: ``case`` is of the past, if it is known, as a start that failed and has rows now."""
         if case in self._document["cases"]:
             self._document.setdefault("earlier", []).append({"case": case} | self._document["cases"].pop(case))
-            self.write()
 
     def write(self) -> None:
         """The file as it is now; where things lie on this machine is nobody's business."""
         text = json.dumps(self._document, indent=1) + "\n"
-        for place, name in ((sys.prefix, "ENVIRONMENT"), (str(REPOSITORY), "REPOSITORY"), (sys.base_prefix, "PYTHON")):
+        places = {sys.prefix: "ENVIRONMENT", str(REPOSITORY): "REPOSITORY", sys.base_prefix: "PYTHON"}
+        for place, name in (places | {f"{Path.home()}/": "HOME/"}).items():
             text = text.replace(place, name)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(text, encoding="utf-8")

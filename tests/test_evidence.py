@@ -29,6 +29,16 @@ def test_a_start_that_failed_is_of_the_past_when_it_has_its_rows(tmp_path: Path)
     evidence.add("start", {"ok": False})
     evidence.retire("start")
     evidence.retire("a start that never failed")
+    evidence.write()
     document = json.loads((tmp_path / "trial.json").read_text(encoding="utf-8"))
     assert document["cases"] == {}
     assert [(each["case"], each["ok"]) for each in document["earlier"]] == [("start", False)]
+
+
+def test_where_things_lie_is_not_in_it(tmp_path: Path) -> None:
+    import machine
+
+    places = (Path.home() / ".local/state/marker.json", Path(sys.prefix) / "lib", machine.REPOSITORY / "src")
+    machine.Evidence("trial", {}, tmp_path).add("boots", {"error": " ".join(map(str, places))})
+    text = (tmp_path / "trial.json").read_text(encoding="utf-8")
+    assert "HOME/.local/state/marker.json ENVIRONMENT/lib REPOSITORY/src" in text

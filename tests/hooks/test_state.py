@@ -53,12 +53,7 @@ def scheduler_of(cache_type: str, window_pool: bool) -> Any:
         device=torch.device("cpu"),
         _forward_iter=7,
         engine=SimpleNamespace(
-            model=None,
-            linear_state_pool=None,
-            moe_offload_cache=None,
-            kv_cache=kv_cache,
-            encoder_cache=None,
-            graph_runner=SimpleNamespace(can_use_cuda_graph=lambda batch: batch.is_decode),
+            model=None, linear_state_pool=None, moe_offload_cache=None, kv_cache=kv_cache, encoder_cache=None
         ),
     )
 
