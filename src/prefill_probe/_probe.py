@@ -56,12 +56,12 @@ def probe(
     seconds = deadline_seconds(settings.timeout_seconds, session.walk.tokens)
 
     def report() -> None:
-        load = engine.meter.load()
+        load, text = engine.meter.load(), session.late(seconds)
         progress(
-            f"hung: no result within {seconds:.0f} s; GPU utilisation {load.utilisation_percent} %, "
+            f"hung: {text}; GPU utilisation {load.utilisation_percent} %, "
             f"power {load.power_watts} W, memory {load.used_bytes} bytes (None: not known)"
         )
-        keep(session.timed_out(seconds))
+        keep(session.timed_out(seconds, text))
 
     with deadline(seconds, report), _set_aside():
         try:
@@ -149,10 +149,13 @@ class Session:
             run=lambda tokens: self.walk.trial(family, tokens),
         )
 
-    def timed_out(self, seconds: float) -> records.ProbeRecord:
-        """The record of a probe that hangs; asks nothing of the device or of other ranks."""
+    def late(self, seconds: float) -> str:
+        """What is said of a probe that hangs: asked from another thread."""
         frames = frames_of(self._thread)
-        text = late(seconds, self.engine.place(frames)[1], frames)
+        return late(seconds, self.engine.place(frames)[1], frames)
+
+    def timed_out(self, seconds: float, text: str) -> records.ProbeRecord:
+        """The record of a probe that hangs; asks nothing of the device or of other ranks."""
         fault = Fault("time-out", False, False, False, text)
         shapes = tuple(as_recorded(run) for run in self.walk.runs)
         hung = records.ShapeRun(

@@ -85,14 +85,14 @@ def deadline(seconds: float, report: Callable[[], None]) -> Iterator[None]:
 def frames_of(thread: int) -> list[Frame]:
     """The stack of a thread (by ``threading.get_ident``), innermost frame first; empty: it is gone."""
     frame = sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame) if frame is not None else []
-    return [(each.filename, each.lineno or 0, each.name) for each in reversed(stack)]
+    stack = traceback.walk_stack(frame) if frame is not None else ()
+    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in stack]
 
 
 def late(seconds: float, place: str, frames: Sequence[Frame]) -> str:
     """What is said of a probe that had no result in time: where it was, and whether that was a compilation, no hang."""
     text = f"no result within {seconds:.0f} s" + (f", in {place}" if place else "")
-    if any("/triton/compiler/" in file.replace("\\", "/") for file, _, _ in frames):
+    if any("/triton/compiler/" in file for file, _, _ in frames):
         text += "; a kernel was being compiled: --prefill-probe-timeout SECONDS gives it longer"
     return text
 

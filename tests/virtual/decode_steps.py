@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from typing import Any
 
 from prefill_probe import Sequence, Shape
 from prefill_probe.virtual.cards import card_named
@@ -26,16 +27,19 @@ def main() -> None:
     with virtual.started(serve, card_named("H200")) as (engine, _):
         model_of = engine._scheduler.engine
         forward = model_of.forward_batch
+        sizes: list[int] = []
+
+        def noted(batch: Any, *args: Any) -> Any:
+            if batch.is_decode:
+                sizes.append(batch.size)
+            return forward(batch, *args)
+
+        model_of.forward_batch = noted
         for decodes in (CAPTURED, RUNNING - 1):
-            sizes = launched.setdefault(decodes, [])
-
-            def noted(batch: object, *args: object, sizes: list[int] = sizes) -> object:
-                sizes += [batch.size] if batch.is_decode else []  # type: ignore[attr-defined]
-                return forward(batch, *args)
-
-            model_of.forward_batch = noted
+            sizes.clear()
             issued = engine.run(Shape("beside", (Sequence(0, CHUNK),), decodes=decodes))
             assert issued.new_tokens == CHUNK
+            launched[decodes] = list(sizes)
         del model_of.forward_batch
         engine._scheduler.cache_manager.check_integrity()
     print(json.dumps(launched))
