@@ -63,7 +63,10 @@ class Tried:
             named = _NAMED.search(line)
             if named and (status := exit_status_of(line[named.start() :])) is not None:
                 # Its lines are indented, up to the one that says what to do.
-                return status, "\n".join((line[named.start() :], *self.log[number + 1 : number + 3]))
+                text = "\n".join((line[named.start() :], *self.log[number + 1 : number + 3]))
+                # A rank that died without a word of its own: what CUDA or the interpreter printed for it.
+                words = [said.strip() for said in self.log[:number] if _LAST_WORDS.search(said)][:_LAST_WORDS_KEPT]
+                return status, "\n  the engine printed: ".join((text.rstrip(), *dict.fromkeys(words)))
         where = _WHERE.get(self.stage, "before it loads anything")
         said = next((line.strip() for line in reversed(self.log) if _RAISED.match(line)), "")
         fault = classify(said or "\n".join(self.log), stage=self.stage)
@@ -76,6 +79,9 @@ class Tried:
 _NAMED = re.compile("|".join(f"{error.__name__}:" for error in ERRORS))
 # The last line of a traceback.
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(:|$)")
+# Of a process that is ended by a fault: a device-side assertion, the runtime's error, the signal.
+_LAST_WORDS = re.compile(r"Assertion `|^\s*what\(\): |CUDA error|^Fatal Python error: ")
+_LAST_WORDS_KEPT = 3
 _WHERE = {
     stages.LOAD: "while it loads weights",
     stages.CACHES: "while it makes its caches",

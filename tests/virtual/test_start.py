@@ -159,6 +159,19 @@ def test_a_start_whose_environment_has_no_hook_is_not_waited_for(tmp_path: Path)
             70,
             "PrefillFaultError: an earlier probe never came back\n  marker",
         ),
+        (
+            (
+                "terminate called after throwing an instance of 'c10::AcceleratorError'",
+                "  what():  CUDA error: an illegal memory access was encountered",
+                "Fatal Python error: Aborted",
+                "[api] PrefillFaultError: the prefill probe ended with status -6 and was not finished; marker: /m",
+                "",
+            ),
+            70,
+            "and was not finished; marker: /m\n"
+            "  the engine printed: what():  CUDA error: an illegal memory access was encountered\n"
+            "  the engine printed: Fatal Python error: Aborted",
+        ),
     ],
 )
 def test_what_a_start_without_a_verdict_ended_by(log: tuple[str, ...], status: int, says: str) -> None:
