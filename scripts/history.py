@@ -63,17 +63,18 @@ def paired(engine: Any, shape: Any, turns: int = TURNS) -> dict[str, Any]:
 
 
 def main() -> None:
-    from traffic import booted
+    from traffic import FLAGS, as_started
+    from truth import real_engine
 
-    from engine_hooks.freetoken.engine import FreeTokenEngine
     from prefill_probe.shape import full_chunk
 
     chunks = [int(text) for text in sys.argv[2].split(",")]
-    llm, noted, peaks = booted(sys.argv[1], 1, max(chunks))
-    for chunk in chunks:
-        llm.prefill_budget = noted.given["max_extend_tokens"] = chunk
-        engine = FreeTokenEngine(llm, noted, peaks)
-        print(json.dumps(paired(engine, full_chunk(engine.limits()))), flush=True)
+    arguments = ["--model", sys.argv[1], "--max-running-requests", "1", "--cuda-graph-max-bs", "1", *FLAGS]
+    arguments += ["--max-prefill-length", str(max(chunks)), "--num-tokens", str(16 * max(chunks))]
+    with real_engine(arguments, None) as (engine, _):
+        for chunk in chunks:
+            engine = as_started(engine, chunk)
+            print(json.dumps(paired(engine, full_chunk(engine.limits()))), flush=True)
 
 
 if __name__ == "__main__":

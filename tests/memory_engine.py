@@ -88,6 +88,9 @@ class MemoryMeter:
     def graph_bytes(self) -> int:
         return 0
 
+    def unused(self) -> int:
+        return 0
+
     def obtainable(self) -> tuple[int, int]:
         return self._engine.headroom - self._engine.resident - self.foreign - self._engine.fragments, 0
 

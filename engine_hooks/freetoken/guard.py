@@ -126,8 +126,7 @@ class Guard:
 
     def _agreed(self, tokens: int) -> tuple[int, bool]:
         """The least that any rank allows, and whether the patience of any is at its end."""
-        memory = self._memory()
-        fits = rules.fits(self._needs, tokens, memory) and self._hold(tokens, memory)
+        fits = self._held(tokens) or (rules.fits(self._needs, tokens, self._memory()) and self._hold(tokens))
         found = tokens if fits else self._after_release(tokens)
         if not found and self._refused_since is None:
             self._refused_since = time.monotonic()
@@ -144,31 +143,38 @@ class Guard:
         self._engine.meter.release()
         del kept
         for _ in range(_LOOKS):
-            memory = self._memory()
-            found = rules.largest(self._needs, tokens, memory, self._align)
-            if not found or self._hold(found, memory):
+            found = rules.largest(self._needs, tokens, self._memory(), self._align)
+            if not found or self._held(found) or self._hold(found):
                 return found
         return 0
 
-    def _hold(self, tokens: int, memory: rules.Memory) -> bool:
-        """Whether the allocator holds what a chunk of ``tokens`` needs, or could be made to, before it is launched.
+    def _held(self, tokens: int) -> bool:
+        """Whether the allocator holds what a chunk of ``tokens`` needs; from the second chunk on it does, and this is
+        all that a pass costs."""
+        unused = self._engine.meter.unused() - self._stuck
+        return rules.fits(self._needs, tokens, rules.Memory(0, max(0, unused)))
+
+    def _hold(self, tokens: int) -> bool:
+        """Whether the allocator could be made to hold what a chunk of ``tokens`` needs, before it is launched.
 
         What is only free on the device another process may take in the middle of the forward. One block is asked for
-        and let go of: the chunk's own are cut from it. From the second chunk on it is there already.
+        and let go of: the chunk's own are cut from it.
         """
         import torch
 
-        if rules.fits(self._needs, tokens, rules.Memory(0, memory.unused_bytes)):
-            return True
         scheduler = self._scheduler
         kept = self._decode_memory()  # an allocator that finds nothing gives back all that it holds unused
         want = max(0, self._needs.at(tokens) - sum(block.numel() for block in kept))
         memory = self._memory()
-        if memory.free_bytes + memory.unused_bytes < want:
+        available = memory.free_bytes + memory.unused_bytes
+        if available < want:
             return False
+        # Where there is room, as much as the next pass asks for to find all of it held.
+        ample = self._needs.at(tokens) + self._needs.fragments_bytes + self._stuck
+        first = ample if ample + rules.GRANULARITY_BYTES <= available else want
         # Where that is not to be had in one piece, what is free in whole pages: the rest is held already.
         pages = memory.free_bytes // rules.GRANULARITY_BYTES * rules.GRANULARITY_BYTES
-        for size in (want, min(want, pages)):
+        for size in (first, min(want, pages)):
             with torch.cuda.stream(scheduler.engine.stream), contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(size, dtype=torch.uint8, device=scheduler.device)
                 return True

@@ -133,8 +133,11 @@ class Meter(Protocol):
     def graph_bytes(self) -> int:
         """What the private pools of captured graphs have taken from the device."""
 
+    def unused(self) -> int:
+        """Bytes that the allocator holds and has not handed out; asks the driver for nothing."""
+
     def obtainable(self) -> tuple[int, int]:
-        """Bytes that are free on the device, and that the allocator holds and has not handed out; waits for nothing."""
+        """Bytes that are free on the device, and ``unused``; waits for nothing."""
 
     def release(self) -> None:
         """Give what the allocator holds unused back to the device."""
@@ -225,9 +228,14 @@ class CudaMeter:
         private = [each for each in segments if tuple(each.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL]
         return sum(int(each["total_size"]) for each in private if each.get("device", 0) == (self._device.index or 0))
 
+    def unused(self) -> int:
+        # Asked before every prefill: ``memory_reserved`` and ``memory_allocated`` each write out all statistics.
+        stats = self._cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
+
     def obtainable(self) -> tuple[int, int]:
         free, _ = self._cuda.mem_get_info(self._device)
-        return free, self._cuda.memory_reserved(self._device) - self._cuda.memory_allocated(self._device)
+        return free, self.unused()
 
     def release(self) -> None:
         self._cuda.synchronize(self._device)

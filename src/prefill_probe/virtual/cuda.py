@@ -296,6 +296,13 @@ def _answers(device: Device) -> dict[str, Any]:
             "allocation.all.allocated": allocator.allocations,
         }
 
+    def nested_statistics(*_: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in statistics().items():
+            family, kind, which = name.split(".")
+            found.setdefault(family, {}).setdefault(kind, {})[which] = value
+        return found
+
     def segments() -> list[dict[str, Any]]:
         """Of the private pools alone; the shared one is asked for by nobody."""
         pools = allocator.graph_pools()
@@ -326,6 +333,7 @@ def _answers(device: Device) -> dict[str, Any]:
         "max_memory_allocated": lambda *_: allocator.peak_allocated,
         "max_memory_reserved": lambda *_: allocator.peak_reserved,
         "memory_stats": statistics,
+        "memory_stats_as_nested_dict": nested_statistics,
         "reset_peak_memory_stats": lambda *_: allocator.forget_peaks(),
         "empty_cache": allocator.release_unused,
         "synchronize": nothing(),
