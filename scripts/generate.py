@@ -10,6 +10,8 @@ import random
 import sys
 from typing import Any
 
+from quick.tame import tame_weights
+
 PROMPTS = (16, 63, 64, 65, 500, 700, 1500, 2048, 4100, 6000)
 
 
@@ -38,12 +40,8 @@ def build(model: str, chunk: int, **changes: Any) -> Any:
 
 
 def tame(llm: Any) -> None:
-    """Scale the dummy weights (normal, deviation 1) down, so that activations stay finite and tokens vary."""
-    for name, tensor in llm.engine.model.state_dict().items():
-        if tensor.is_floating_point() and tensor.dim() >= 2 and tensor.dtype.itemsize >= 2:
-            tensor.mul_(tensor.shape[-1] ** -0.5)
-        elif "norm" in name and tensor.is_floating_point():
-            tensor.fill_(1.0)
+    """``tame_weights`` of an engine that is there already."""
+    tame_weights(llm.engine.model.state_dict())
 
 
 def prompts() -> list[list[int]]:

@@ -72,7 +72,10 @@ def virtual_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterat
 
 @contextlib.contextmanager
 def real_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    """The engine on this machine's GPU, its own probe left out, and a process that holds memory beside it."""
+    """The engine on this machine's GPU, its own probe left out, and a process that holds memory beside it.
+
+    With QUICK (machine.py) on PYTHONPATH its dummy weights are such that tokens vary.
+    """
     from machine import Ballast
 
     with ThreadPoolExecutor(1) as pool:
@@ -81,7 +84,6 @@ def real_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[
         )  # it imports torch as well: meanwhile
         import torch
         from freetoken.scheduler import Scheduler
-        from generate import tame
 
         from engine_hooks.freetoken.engine import FreeTokenEngine
         from engine_hooks.freetoken.planner import tap
@@ -94,7 +96,6 @@ def real_engine(arguments: list[str], fresh: dict[str, Any] | None) -> Iterator[
         config = replace(parsed([*arguments, "--memory-ratio", str(ratio)]), offline_mode=True)
         with torch.inference_mode(), tap(config) as noted, kept_peaks() as peaks:  # as the server's ranks do
             scheduler = Scheduler(config)
-            tame(scheduler)
         yield FreeTokenEngine(scheduler, noted, peaks), ballast
         torch.distributed.destroy_process_group()
     finally:

@@ -1,7 +1,8 @@
 """For acceptance runs with many starts: dummy expert banks are filled with one random block, over and over.
 
 The engine draws every byte of them, which takes most of a start with dummy weights (5 GiB in 30 s). Put this folder on
-PYTHONPATH. Sizes, placement and pinning of the banks are the engine's, and so is every byte of GPU memory.
+PYTHONPATH. Sizes, placement and pinning of the banks are the engine's, and so is every byte of GPU memory. The other
+weights are scaled, for the tokens of a model whose activations overflow say nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_BANKS = "freetoken.moe.expert_banks"
 _BLOCK_BYTES = 64 << 20
 
 
@@ -36,11 +36,28 @@ def quick_fill(module: Any) -> None:
     module._dummy_fill = fill
 
 
+def finite_weights(module: Any) -> None:
+    """Scale the weights that the module draws (see ``tame``)."""
+    from tame import tame_weights
+
+    original = module._make_dummy_weight_state_dict
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        weights = original(*args, **kwargs)
+        tame_weights(weights)
+        return weights
+
+    module._make_dummy_weight_state_dict = make
+
+
+_CHANGES = {"freetoken.moe.expert_banks": quick_fill, "freetoken.engine.engine": finite_weights}
+
+
 class _Wait:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _BANKS:
+        change = _CHANGES.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         from importlib.util import find_spec
 
         spec = find_spec(name)
@@ -49,7 +66,7 @@ class _Wait:
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                quick_fill(module)
+                change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -22,19 +22,23 @@ CHUNK = 2048
 
 @pytest.fixture(scope="module")
 def booted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """An offline engine that was not probed, and the hook's view of it."""
+    """An offline engine whose own probe was put off, and the hook's view of it."""
     import torch
-    from generate import tame
-    from traffic import booted as boot
+    from generate import build, tame
 
+    from engine_hooks.freetoken import boot
     from engine_hooks.freetoken.engine import FreeTokenEngine
     from prefill_probe.geometry import make_model
 
     model = make_model(tmp_path_factory.mktemp("model"), "flash-next-nvfp4", layers=4)
-    llm, noted, peaks = boot(str(model), 4, CHUNK)
+    put_off: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFILL_PROBE", "warn")
+        patch.setattr(boot, "_probe", lambda scheduler, noted, peaks, settings: put_off.extend((noted, peaks)))
+        llm = build(str(model), CHUNK, max_running_req=4, cuda_graph_max_bs=4, memory_ratio=0.5)
     with torch.inference_mode():
         tame(llm)
-    return llm, FreeTokenEngine(llm, noted, peaks)
+    return llm, FreeTokenEngine(llm, *put_off)
 
 
 def settled(llm: Any, engine: Any) -> dict[str, Any]:
